@@ -1,0 +1,1 @@
+"""Which KV the draft reads: the compact table, and native attention backends wrapped to use it."""

@@ -1,0 +1,126 @@
+"""The compact table: each request's kept blocks, listed in order with the gap cut out.
+
+Two forms that agree bit for bit: `compact_table_reference`, plain torch, and one Triton kernel, one
+program a request, whose work is proportional to the kept blocks whatever the context. The kernel
+never synchronises with the host, reads lengths and tables from persistent device tensors and writes
+persistent ones, and so can be recorded in a CUDA graph. The rule itself is
+`wmtp_vllm.window.Window.compact_table`.
+"""
+
+import torch
+
+from vllm.triton_utils import HAS_TRITON, tl, triton
+from wmtp_vllm.window import Window
+
+
+def compact_table(
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    window: Window,
+    num_null_blocks: int,
+    out_table: torch.Tensor,
+    out_lens: torch.Tensor,
+) -> None:
+    """Write the compact table of every request into `out_table`, its length into `out_lens`.
+
+    Args:
+        block_table: [num_reqs, max_blocks] int32, the logical table.
+        seq_lens: [num_reqs] int32, tokens a request, this step's included; 0 for a padding row.
+        query_start_loc: [num_reqs + 1] int32, cumulative query lengths.
+        window: in blocks of the size that `block_table` lists.
+        num_null_blocks: block ids below this stand for KV that is not held, and are left out.
+        out_table: [num_reqs, width] int32, contiguous rows; unused entries become 0.
+        out_lens: [num_reqs] int32, tokens in the kept blocks.
+
+    """
+    if not HAS_TRITON:
+        table, lens = compact_table_reference(
+            block_table, seq_lens, query_start_loc, window, num_null_blocks, out_table.shape[1]
+        )
+        out_table.copy_(table)
+        out_lens.copy_(lens)
+        return
+    num_reqs, width = out_table.shape
+    _compact_table_kernel[(num_reqs,)](
+        block_table,
+        block_table.stride(0),
+        seq_lens,
+        query_start_loc,
+        out_table,
+        out_table.stride(0),
+        out_lens,
+        window.size,
+        window.sink_blocks,
+        num_null_blocks,
+        width,
+        BLOCK_SIZE=window.block_size,
+        CHUNK=min(1024, triton.next_power_of_2(width)),
+    )
+
+
+def compact_table_reference(
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    window: Window,
+    num_null_blocks: int,
+    width: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same in plain torch; returns the table [num_reqs, width] and the lengths [num_reqs]."""
+    num_reqs, max_blocks = block_table.shape
+    b, sink = window.block_size, window.sink_blocks
+    query_lens = query_start_loc[1 : num_reqs + 1] - query_start_loc[:num_reqs]
+    end = (seq_lens + b - 1) // b
+    first = ((seq_lens - query_lens - window.size + 1) // b).clamp(min=sink)
+
+    column = torch.arange(width, dtype=seq_lens.dtype, device=seq_lens.device)
+    logical = torch.where(column < sink, column, first[:, None] + column - sink)
+    ids = block_table.gather(1, logical.clamp(max=max_blocks - 1).long())
+    keep = (logical < end[:, None]) & (ids >= num_null_blocks)
+    order = torch.argsort(~keep, dim=1, stable=True)
+    table = torch.where(keep, ids, 0).gather(1, order)
+    lens = seq_lens - (end - keep.sum(1, dtype=seq_lens.dtype)) * b
+    return table, lens
+
+
+@triton.jit
+def _compact_table_kernel(
+    block_table,
+    block_table_stride,
+    seq_lens,
+    query_start_loc,
+    out_table,
+    out_table_stride,
+    out_lens,
+    window_size,
+    sink_blocks,
+    num_null_blocks,
+    width,
+    BLOCK_SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    length = tl.load(seq_lens + row)
+    query_len = tl.load(query_start_loc + row + 1) - tl.load(query_start_loc + row)
+    end = (length + BLOCK_SIZE - 1) // BLOCK_SIZE
+    # Triton divides towards zero, so a window that starts before token 0 is cut off there first.
+    window_start = tl.maximum(length - query_len - window_size + 1, 0)
+    first = tl.maximum(window_start // BLOCK_SIZE, sink_blocks)
+
+    source = block_table + row * block_table_stride
+    target = out_table + row * out_table_stride
+    num_kept = 0
+    for start in range(0, width, CHUNK):
+        column = start + tl.arange(0, CHUNK)
+        logical = tl.where(column < sink_blocks, column, first + column - sink_blocks)
+        inside = (column < width) & (logical < end)
+        ids = tl.load(source + logical, mask=inside, other=0)
+        keep = inside & (ids >= num_null_blocks)
+        place = num_kept + tl.cumsum(keep.to(tl.int32), 0) - 1
+        tl.store(target + place, ids, mask=keep)
+        num_kept += tl.sum(keep.to(tl.int32), 0)
+    for start in range(0, width, CHUNK):
+        column = start + tl.arange(0, CHUNK)
+        tl.store(target + column, 0, mask=(column >= num_kept) & (column < width))
+    tl.store(out_lens + row, length - (end - num_kept) * BLOCK_SIZE)

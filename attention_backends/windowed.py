@@ -1,0 +1,143 @@
+"""A native attention backend wrapped so that it reads the sink and the window only.
+
+The wrapped metadata builder hands the native builder a compact table and compact lengths in place
+of the logical ones. The native kernel then reads S + W tokens whatever the context, and needs no
+change: KV writes go by the slot mapping, which stays logical, and the causal mask is aligned at the
+end of the row. vLLM's own `chunked_local_attention.py` wraps backends in the same way.
+"""
+
+import functools
+from typing import Any
+
+import torch
+
+from vllm.config import VllmConfig
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+    subclass_attention_backend,
+)
+from vllm.v1.kv_cache_interface import AttentionSpec
+from wmtp_vllm.attention_backends.compact_table import compact_table
+from wmtp_vllm.window import Window, ceil_div
+
+SUPPORTED_BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
+"""Native backends, by vLLM's names, whose builders read nothing but what is made compact here."""
+
+
+@functools.cache
+def windowed_backend(
+    native: type[AttentionBackend], window_size: int, sink_size: int, num_null_blocks: int
+) -> type[AttentionBackend]:
+    """The backend `native`, attending to `sink_size` first and `window_size` last tokens only.
+
+    Args:
+        native: a backend that vLLM chose for a draft layer.
+        window_size: W, tokens.
+        sink_size: S, tokens.
+        num_null_blocks: block ids below this are never attended: 1 over a ring, whose rows have
+            null blocks; 0 over vLLM's full draft KV, whose rows have none.
+
+    Raises:
+        ValueError: `native` is not one of `SUPPORTED_BACKENDS`.
+
+    """
+    if native.get_name() not in SUPPORTED_BACKENDS:
+        raise ValueError(
+            f"windowed_mtp does not handle the attention backend {native.get_name()} that vLLM "
+            f"chose for the draft. Choose one of {', '.join(SUPPORTED_BACKENDS)} with the key "
+            '"attention_backend" of the speculative config, or use method "mtp".'
+        )
+    native_builder = native.get_builder_cls()
+
+    class WindowedMetadataBuilder(native_builder):  # type: ignore[misc, valid-type]
+        def __init__(
+            self,
+            kv_cache_spec: AttentionSpec,
+            layer_names: list[str],
+            vllm_config: VllmConfig,
+            device: torch.device,
+            **kwargs: Any,
+        ) -> None:
+            super().__init__(kv_cache_spec, layer_names, vllm_config, device, **kwargs)
+            window = Window(window_size, sink_size, kv_cache_spec.block_size)
+            self.compactor = Compactor(window, num_null_blocks, vllm_config, device)
+
+        def build(
+            self,
+            common_prefix_len: int,
+            common_attn_metadata: CommonAttentionMetadata,
+            fast_build: bool = False,
+        ) -> Any:
+            compact = self.compactor.compact(common_attn_metadata)
+            metadata = super().build(0, compact, fast_build)
+            metadata.windowed_mtp_logical = common_attn_metadata
+            return metadata
+
+        def update_draft_decode_metadata(self, metadata: Any) -> None:
+            """Refresh the compact table in place, then what the native builder derives from it."""
+            self.compactor.compact(metadata.windowed_mtp_logical)
+            super().update_draft_decode_metadata(metadata)
+
+    assert issubclass(WindowedMetadataBuilder, AttentionMetadataBuilder)
+    return subclass_attention_backend("WindowedMTP", native, WindowedMetadataBuilder)
+
+
+class Compactor:
+    """Makes attention metadata compact, in device buffers that live as long as CUDA graphs do."""
+
+    def __init__(
+        self, window: Window, num_null_blocks: int, vllm_config: VllmConfig, device: torch.device
+    ) -> None:
+        scheduler = vllm_config.scheduler_config
+        self.window = window
+        self.num_null_blocks = num_null_blocks
+        max_width = min(
+            window.max_kept_blocks(scheduler.max_num_batched_tokens),
+            # Rows can be padded, to at most 128 tokens more.
+            ceil_div(vllm_config.model_config.max_model_len + 128, window.block_size),
+        )
+        self.table = torch.zeros(
+            scheduler.max_num_seqs * max_width, dtype=torch.int32, device=device
+        )
+        self.lens = torch.zeros(scheduler.max_num_seqs, dtype=torch.int32, device=device)
+
+    def compact(self, logical: CommonAttentionMetadata) -> CommonAttentionMetadata:
+        """The metadata of the same batch with table, lengths and bounds of the kept blocks.
+
+        The result is valid until the next call: both write the same buffers.
+        """
+        window = self.window
+        num_reqs = logical.num_reqs
+        width = min(
+            window.max_kept_blocks(logical.max_query_len), logical.block_table_tensor.shape[1]
+        )
+        table = self.table[: num_reqs * width].view(num_reqs, width)
+        lens = self.lens[:num_reqs]
+        compact_table(
+            logical.block_table_tensor[:num_reqs],
+            logical.seq_lens[:num_reqs],
+            logical.query_start_loc,
+            window,
+            self.num_null_blocks,
+            table,
+            lens,
+        )
+        return logical.replace(
+            block_table_tensor=table,
+            seq_lens=lens,
+            max_seq_len=min(logical.max_seq_len, window.max_compact_length(logical.max_query_len)),
+            seq_lens_cpu_upper_bound=self._cpu_upper_bound(logical),
+            _num_computed_tokens_cache=None,
+        )
+
+    def _cpu_upper_bound(self, logical: CommonAttentionMetadata) -> torch.Tensor | None:
+        """Compact lengths by the host's knowledge; exact where its own are and no block is null."""
+        lengths = logical.seq_lens_cpu_upper_bound
+        if lengths is None:
+            return None
+        starts = logical.query_start_loc_cpu[: len(lengths) + 1]
+        b, sink = self.window.block_size, self.window.sink_blocks
+        first = ((lengths - (starts[1:] - starts[:-1]) - self.window.size + 1) // b).clamp(min=sink)
+        return lengths - (first - sink) * b

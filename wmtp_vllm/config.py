@@ -1,0 +1,105 @@
+"""The configuration of `method: "windowed_mtp"`: its own keys, and how it travels in vLLM's config.
+
+`speculative_config={"method": "windowed_mtp", ...}` becomes vLLM's `method: "mtp"` before
+`SpeculativeConfig` is built, because many branches of vLLM (asynchronous scheduling, block hashing,
+grouping) key on that name. The plugin's own keys travel in `additional_config`, vLLM's public field
+for plugins, which reaches every process of an engine.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Callable
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+METHOD = "windowed_mtp"
+
+
+class WindowedMTPConfig(BaseModel):
+    """The keys of the speculative config that are the plugin's own."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    draft_window_size: int = Field(default=4032, ge=1)
+    """W: most recent tokens that the draft attends to."""
+    draft_sink_size: int = Field(default=64, ge=0)
+    """S: first tokens of the request that the draft always attends to; 0 for none."""
+    draft_kv_cache: Literal["ring", "full"] = "ring"
+    """Where the draft's KV lives: in a fixed-size ring of blocks for each request, or in vLLM's own
+    full draft KV cache, of which only the sink and the window are read."""
+
+
+class Selection(dict[str, Any]):
+    """What `additional_config` carries: the plugin's keys, and what selecting it entails.
+
+    A dictionary, since vLLM hashes `additional_config` as JSON. Unpickling one (which is how it gets
+    to the engine core and to workers that are spawned, whatever the executor) selects the plugin in
+    that process too: it puts the seams in place.
+    """
+
+    def __reduce__(self) -> tuple[Callable[..., "Selection"], tuple[dict[str, Any]]]:
+        return _arrive, (dict(self),)
+
+    @property
+    def config(self) -> WindowedMTPConfig:
+        return WindowedMTPConfig(**self)
+
+
+def _arrive(values: dict[str, Any]) -> Selection:
+    from wmtp_vllm import seams
+
+    seams.apply()
+    return Selection(values)
+
+
+def selected(vllm_config: Any) -> WindowedMTPConfig | None:
+    """The plugin's configuration in a `VllmConfig`, or None where it is not selected."""
+    additional_config = vllm_config.additional_config
+    if not isinstance(additional_config, dict):
+        return None
+    selection = additional_config.get(METHOD)
+    if selection is None:
+        return None
+    if not isinstance(selection, Selection):
+        raise ValueError(
+            f'additional_config["{METHOD}"] is not for users to set: '
+            f'select the method with speculative_config={{"method": "{METHOD}", ...}}.'
+        )
+    return selection.config
+
+
+def split_keys(
+    speculative_config: dict[str, Any], vllm_config_class: type
+) -> tuple[WindowedMTPConfig, dict[str, Any]]:
+    """The plugin's keys, validated, and the rest, which is vLLM's own.
+
+    Args:
+        speculative_config: the user's dictionary, with `method: "windowed_mtp"`.
+        vllm_config_class: vLLM's `SpeculativeConfig`, for the names of its keys.
+
+    Raises:
+        ValueError: a key that neither knows, or a value that its key does not take.
+
+    """
+    own = WindowedMTPConfig.model_fields.keys()
+    vllm = {field.name for field in dataclasses.fields(vllm_config_class)}
+    for key in speculative_config.keys() - own - vllm:
+        close = difflib.get_close_matches(key, [*own, *vllm], n=1, cutoff=0.5)
+        hint = f"Did you mean {close[0]!r}? " if close else ""
+        raise ValueError(
+            f"speculative_config has the key {key!r}, which {METHOD} does not know. {hint}"
+            f"Its own keys are {', '.join(own)}; the others are vLLM's."
+        )
+    try:
+        config = WindowedMTPConfig(**{k: v for k, v in speculative_config.items() if k in own})
+    except ValidationError as error:
+        problems = "; ".join(
+            f"{'.'.join(map(str, e['loc']))}={e['input']!r}: {e['msg']}" for e in error.errors()
+        )
+        raise ValueError(
+            f"speculative_config of {METHOD}: {problems}. draft_window_size is an integer of at "
+            'least 1, draft_sink_size one of at least 0, draft_kv_cache "ring" or "full".'
+        ) from None
+    rest = {k: v for k, v in speculative_config.items() if k not in own}
+    return config, rest | {"method": "mtp"}

@@ -1,0 +1,93 @@
+"""The two proposers, V1's and V2's: vLLM's own, with the draft's attention layers re-equipped.
+
+Both runners load the model's own MTP head and then know the names of its attention layers. There,
+each layer gets a windowed attention backend and, with `draft_kv_cache: "ring"`, a ring spec. Nothing
+else of the proposers changes, neither of vLLM's V1 `SpecDecodeBaseProposer` nor of its V2
+`DraftModelSpeculator`.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from wmtp_vllm.attention_backends.windowed import windowed_backend
+from wmtp_vllm.config import WindowedMTPConfig, selected
+from wmtp_vllm.kv_manager.spec import RingSpec
+
+logger = init_logger("vllm.wmtp_vllm.proposers")
+
+ring_layers: weakref.WeakSet[Attention] = weakref.WeakSet()
+"""The draft layers of this process whose KV is in a ring."""
+
+
+def equip(vllm_config: VllmConfig, draft_layer_names: Collection[str]) -> None:
+    """Make the draft's attention layers windowed, if this engine selected `windowed_mtp`.
+
+    Args:
+        vllm_config: the engine's configuration.
+        draft_layer_names: its draft's attention layers that have KV of their own.
+
+    Raises:
+        ValueError: a layer whose kind of attention the plugin does not handle.
+
+    """
+    config = selected(vllm_config)
+    if config is None:
+        return
+    for name in sorted(draft_layer_names):
+        _equip_layer(vllm_config, config, name)
+
+
+def _equip_layer(vllm_config: VllmConfig, config: WindowedMTPConfig, name: str) -> None:
+    layer = vllm_config.compilation_config.static_forward_context[name]
+    native_spec = layer.get_kv_cache_spec(vllm_config)
+    if not isinstance(layer, Attention) or type(native_spec) not in (
+        FullAttentionSpec,
+        SlidingWindowSpec,
+    ):
+        raise ValueError(
+            f"windowed_mtp does not handle the attention of the draft layer {name}: a "
+            f"{type(layer).__name__} with a {type(native_spec).__name__}. It handles full and "
+            'sliding-window attention with keys and values of its own. Use method "mtp".'
+        )
+    window, sink = config.draft_window_size, config.draft_sink_size
+    if layer.sliding_window is not None:
+        logger.warning_once(
+            "windowed_mtp: the draft has a sliding window of its own, of %d tokens, so it reads the "
+            "last %d tokens and no sink.",
+            layer.sliding_window,
+            min(window, layer.sliding_window),
+        )
+        window, sink = min(window, layer.sliding_window), 0
+
+    native_backend = layer.attn_backend
+    is_ring = config.draft_kv_cache == "ring"
+    layer.attn_backend = windowed_backend(native_backend, window, sink, 1 if is_ring else 0)
+    if is_ring:
+        k = vllm_config.speculative_config.num_speculative_tokens
+        layer.get_kv_cache_spec = functools.partial(
+            _ring_spec, layer.get_kv_cache_spec, native_backend, window, sink, k
+        )
+        ring_layers.add(layer)
+
+
+def _ring_spec(
+    native_spec_of: Callable[[VllmConfig], Any],
+    backend: type[AttentionBackend],
+    window: int,
+    sink: int,
+    num_speculative_tokens: int,
+    vllm_config: VllmConfig,
+) -> KVCacheSpec:
+    native = native_spec_of(vllm_config)
+    sizes = backend.get_supported_kernel_block_sizes(native)
+    ring = RingSpec.replacing(native, sizes, window, sink, num_speculative_tokens)
+    # The runner customises the spec that it gets from a layer; the budget compares like with like.
+    return replace(ring, native=backend.customize_spec(native))

@@ -1,0 +1,185 @@
+"""What windowed MTP does not do, said before weights load: what is wrong, what was found, what to do."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from vllm.logger import init_logger
+from wmtp_vllm.config import METHOD, WindowedMTPConfig
+
+logger = init_logger("vllm.wmtp_vllm.refusals")
+
+UNQUANTIZED_KV = ("auto", "float16", "bfloat16", "float32")
+
+
+def before_config(
+    config: WindowedMTPConfig, vllm_keys: dict[str, Any], engine_args: Any, target: Any
+) -> None:
+    """Refuse what the keys and engine arguments show.
+
+    Args:
+        config: the plugin's keys.
+        vllm_keys: the keys that are vLLM's own.
+        engine_args: vLLM's `EngineArgs`.
+        target: vLLM's `ModelConfig` of the target.
+
+    Raises:
+        ValueError: one of the reasons.
+
+    """
+    if vllm_keys.get("num_speculative_tokens") is None:
+        raise ValueError(
+            f"speculative_config of {METHOD} has no num_speculative_tokens (K, the tokens to draft a "
+            "step). Give one, for example 3."
+        )
+    for key, size in (
+        ("decode_context_parallel_size", engine_args.decode_context_parallel_size),
+        ("prefill_context_parallel_size", engine_args.prefill_context_parallel_size),
+    ):
+        if size > 1:
+            raise ValueError(
+                f"{METHOD} does not work with context parallelism, which spreads one request's KV "
+                f"over ranks; found {key}={size}. Set it to 1."
+            )
+    if config.draft_kv_cache == "ring":
+        connector = engine_args.kv_transfer_config
+        offloading = engine_args.kv_offloading_size
+        if connector is not None or offloading:
+            found = (
+                f"kv_transfer_config with {connector.kv_connector}"
+                if connector is not None
+                else f"kv_offloading_size={offloading}"
+            )
+            raise ValueError(
+                f"{METHOD} cannot transfer KV while the draft's KV is in a ring, which holds no "
+                f'whole prefix; found {found}. Set "draft_kv_cache": "full", or remove it.'
+            )
+    if engine_args.kv_cache_dtype not in UNQUANTIZED_KV:
+        raise ValueError(
+            f"{METHOD} does not handle quantized KV caches yet; found "
+            f"kv_cache_dtype={engine_args.kv_cache_dtype!r}. Use 'auto', or method \"mtp\"."
+        )
+    draft_dtype = vllm_keys.get("kv_cache_dtype") or "auto"
+    if draft_dtype not in UNQUANTIZED_KV:
+        raise ValueError(
+            f"{METHOD} does not handle quantized draft KV yet; found speculative_config "
+            f"kv_cache_dtype={draft_dtype!r}. Remove it, or use method \"mtp\"."
+        )
+    _refuse_without_mtp_weights(target, engine_args)
+
+
+def after_config(
+    config: WindowedMTPConfig, speculative_config: Any, engine_args: Any, target: Any
+) -> None:
+    """Refuse, or warn of, what the finished speculative config shows.
+
+    Raises:
+        ValueError: the draft is of a kind that is not handled.
+
+    """
+    draft = speculative_config.draft_model_config
+    reasons = (
+        (
+            draft.use_mla,
+            "multi-head latent attention (MLA)",
+            "its cache holds latents in a format of its own",
+        ),
+        (
+            speculative_config.use_multi_module_mtp(),
+            "several MTP modules in a row",
+            "each would need a ring of its own",
+        ),
+        (
+            speculative_config.use_gemma4_mtp(),
+            "queries only, over the target's KV",
+            "there is no draft KV to window",
+        ),
+        (
+            speculative_config.use_step3p5_mtp(),
+            "a draft loop of its own (Step-3.5)",
+            "it does not read through one attention backend",
+        ),
+    )
+    for found, what, why in reasons:
+        if found:
+            raise ValueError(
+                f"{METHOD} does not handle the draft of {', '.join(draft.architectures)}: it has "
+                f'{what}, and {why}. Use method "mtp".'
+            )
+    reach = config.draft_window_size + config.draft_sink_size
+    if reach >= target.max_model_len:
+        logger.warning_once(
+            "windowed_mtp: draft_window_size %d + draft_sink_size %d cover max_model_len %d, so the "
+            "window never acts and nothing is gained. Lower draft_window_size, or use method "
+            '"mtp".',
+            config.draft_window_size,
+            config.draft_sink_size,
+            target.max_model_len,
+        )
+
+
+def _refuse_without_mtp_weights(target: Any, engine_args: Any) -> None:
+    """vLLM itself would load an untrained head, and then accept nothing."""
+    if engine_args.load_format == "dummy":
+        return
+    names = checkpoint_tensor_names(target.model_weights or target.model)
+    if names is None:
+        logger.debug("no local safetensors checkpoint to look for MTP weights in")
+        return
+    num_layers = target.get_total_num_hidden_layers()
+    if not any(is_mtp_tensor(name, num_layers) for name in names):
+        raise ValueError(
+            f"{METHOD} needs the model's own MTP head, but the checkpoint {target.model} has no MTP "
+            f"weights: none of its {len(names)} tensors is named for an MTP module or for a layer "
+            f"past its {num_layers}. Some repackaged checkpoints leave the head out. Use one that "
+            "has it, or no speculative decoding."
+        )
+
+
+def is_mtp_tensor(name: str, num_hidden_layers: int) -> bool:
+    """Whether a checkpoint's tensor belongs to an MTP head.
+
+    Heads are named for MTP (Qwen, MiMo, Nemotron-H, ERNIE) or stand behind the last of the target's
+    layers, as layer `num_hidden_layers` and up (DeepSeek, GLM, and what follows their form).
+    """
+    parts = name.lower().split(".")
+    if any("mtp" in part or "nextn" in part for part in parts):
+        return True
+    for kind, index in zip(parts, parts[1:], strict=False):
+        if kind == "layers" and index.isdigit():
+            return int(index) >= num_hidden_layers
+    return False
+
+
+def checkpoint_tensor_names(model: str) -> set[str] | None:
+    """Names of all tensors in a local safetensors checkpoint, or None where there is none to read."""
+    folder = Path(model)
+    if not folder.is_dir():
+        folder_or_none = _hub_folder(model)
+        if folder_or_none is None:
+            return None
+        folder = folder_or_none
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return set(json.loads(index.read_text())["weight_map"])
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        return None
+    from safetensors import safe_open
+
+    names: set[str] = set()
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            names.update(tensors.keys())
+    return names
+
+
+def _hub_folder(model: str) -> Path | None:
+    """Where a model of the hub lies in the local cache, if its weights' index or file is there."""
+    from huggingface_hub import try_to_load_from_cache
+
+    for name in ("model.safetensors.index.json", "model.safetensors"):
+        found = try_to_load_from_cache(model, name)
+        if isinstance(found, str):
+            return Path(found).parent
+    return None

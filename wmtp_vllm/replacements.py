@@ -1,0 +1,112 @@
+"""What stands in the place of each wrapped seam of `wmtp_vllm.seams`, under the seam's name.
+
+Each takes vLLM's own function first, then that function's arguments. None does anything for an
+engine that did not select `windowed_mtp`.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from wmtp_vllm import seams
+from wmtp_vllm.config import METHOD
+
+Function = Any
+"""A function of vLLM."""
+
+
+def create_speculative_config(
+    original: Function, engine_args: Any, target_model_config: Any, target_parallel_config: Any
+) -> Any:
+    method = engine_args.spec_method or (engine_args.speculative_config or {}).get("method")
+    if method != METHOD:
+        return original(engine_args, target_model_config, target_parallel_config)
+    from wmtp_vllm import selection
+
+    return selection.create_speculative_config(
+        original, engine_args, target_model_config, target_parallel_config
+    )
+
+
+def add_cli_args(original: Function, parser: Any) -> Any:
+    parser = original(parser)
+    for action in parser._actions:
+        if "--spec-method" in action.option_strings and action.choices is not None:
+            action.choices = [*action.choices, METHOD]
+    return parser
+
+
+def load_model_v1(original: Function, proposer: Any, target_model: Any) -> None:
+    original(proposer, target_model)
+    from wmtp_vllm import proposers
+
+    proposers.equip(proposer.vllm_config, proposer._draft_attn_layer_names)
+
+
+def load_model_v2(original: Function, speculator: Any, target_model: Any) -> None:
+    original(speculator, target_model)
+    from wmtp_vllm import proposers
+
+    proposers.equip(speculator.vllm_config, speculator.draft_attn_layer_names)
+
+
+def get_kv_cache_configs(original: Function, *args: Any) -> Any:
+    from wmtp_vllm.kv_manager import planning
+
+    return planning.get_kv_cache_configs(original, _planner(), *args)
+
+
+def get_global_kv_cache_groups(
+    original: Function, vllm_config: Any, kv_cache_specs: list[dict[str, Any]]
+) -> Any:
+    from wmtp_vllm.kv_manager import planning
+
+    return original(vllm_config, [planning.without_rings(specs) for specs in kv_cache_specs])
+
+
+def get_kv_cache_groups(original: Function, vllm_config: Any, kv_cache_spec: Any) -> Any:
+    from wmtp_vllm.kv_manager import planning
+
+    return planning.get_kv_cache_groups(_planner(), vllm_config, kv_cache_spec)
+
+
+def get_kv_cache_config_from_groups(
+    original: Function, vllm_config: Any, kv_cache_groups: Any, available_memory: int
+) -> Any:
+    from wmtp_vllm.kv_manager import planning
+
+    return planning.get_kv_cache_config_from_groups(
+        _planner(), vllm_config, kv_cache_groups, available_memory
+    )
+
+
+def zero_kv_blocks(
+    original: Function, zeroer: Any, device: Any, attn_groups_iter: Iterable[Any], **kwargs: Any
+) -> None:
+    """The zeroer goes by the target's block ids, which mean other bytes in a ring."""
+    from wmtp_vllm.kv_manager.spec import RingSpec
+
+    groups = [group for group in attn_groups_iter if not isinstance(group.kv_cache_spec, RingSpec)]
+    original(zeroer, device, groups, **kwargs)
+
+
+def copy_kv_cache_blocks_inplace(
+    original: Function, kv_caches: Iterable[Any], num_blocks: int, kv_cache_block_copies: Sequence
+) -> None:
+    """Copies go by the target's block ids, which mean other bytes in a ring."""
+    if not kv_cache_block_copies:
+        return
+    from wmtp_vllm import proposers
+
+    rings = {layer.kv_cache.data_ptr() for layer in proposers.ring_layers}
+    targets = [cache for cache in kv_caches if cache.data_ptr() not in rings]
+    original(targets, num_blocks, kv_cache_block_copies)
+
+
+def _planner() -> Any:
+    from wmtp_vllm.kv_manager.planning import Planner
+
+    return Planner(
+        groups=seams.original("get_kv_cache_groups"),
+        config_from_groups=seams.original("get_kv_cache_config_from_groups"),
+        capacity=seams.original("get_kv_cache_capacity"),
+    )

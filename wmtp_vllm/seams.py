@@ -1,0 +1,296 @@
+"""Every reach into vLLM that is not a public extension point, in one table.
+
+Each seam says where it is in each supported release of vLLM and what parameters it has there. Both
+are checked before anything is changed, so that a release which moved something is refused at
+start-up, never half-patched. `wmtp check` prints the table; `docs/architecture.md` says why each seam
+is needed, and `wmtp_vllm/replacements.py` is what stands in their places.
+"""
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+VERSIONS = ("0.32", "0.33")
+"""Minor releases of vLLM that are tested."""
+
+
+class UnsupportedVLLM(ValueError):
+    """This vLLM is not one that the plugin can run in; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Seam:
+    """A non-public part of vLLM that the plugin wraps, calls or overrides.
+
+    Args:
+        name: the name of what it is in vLLM; for a wrapped one also that of its replacement.
+        places: by minor release, `module:qualified.name`; several where modules import it by name.
+        parameters: by minor release, the names of its parameters in order.
+        use: "selects" (wrapped in every process that loads the plugin: it recognises the method
+            name), "wrapped" (only where windowed_mtp was selected), "called" or "overridden".
+
+    """
+
+    name: str
+    use: str
+    places: dict[str, tuple[str, ...]]
+    parameters: dict[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found at one place of a seam; `problem` is empty where it is as expected."""
+
+    seam: Seam
+    place: str
+    problem: str = ""
+
+
+def _same(name: str, use: str, place: str, parameters: str) -> Seam:
+    """A seam that is the same in every supported release."""
+    return Seam(
+        name,
+        use,
+        dict.fromkeys(VERSIONS, tuple(place.split())),
+        dict.fromkeys(VERSIONS, tuple(parameters.split())),
+    )
+
+
+_PLANNING = {"0.32": "vllm.v1.core.kv_cache_utils", "0.33": "vllm.v1.core.kv_cache_planning"}
+_CONFIGS = "vllm_config kv_cache_specs available_memory"
+
+SEAMS = (
+    _same(
+        "create_speculative_config",
+        "selects",
+        "vllm.engine.arg_utils:EngineArgs.create_speculative_config",
+        "self target_model_config target_parallel_config",
+    ),
+    _same("add_cli_args", "selects", "vllm.engine.arg_utils:EngineArgs.add_cli_args", "parser"),
+    _same(
+        "load_model_v1",
+        "wrapped",
+        "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer.load_model",
+        "self target_model",
+    ),
+    _same(
+        "load_model_v2",
+        "wrapped",
+        "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.load_model",
+        "self target_model",
+    ),
+    Seam(
+        "get_kv_cache_configs",
+        "wrapped",
+        dict.fromkeys(VERSIONS, ("vllm.v1.engine.core:get_kv_cache_configs",)),
+        {
+            "0.32": tuple(_CONFIGS.split()),
+            "0.33": (*_CONFIGS.split(), "global_kv_cache_groups"),
+        },
+    ),
+    Seam(
+        "get_global_kv_cache_groups",
+        "wrapped",
+        {"0.32": (), "0.33": ("vllm.v1.engine.core:get_global_kv_cache_groups",)},
+        {"0.32": (), "0.33": ("vllm_config", "kv_cache_specs")},
+    ),
+    Seam(
+        "get_kv_cache_groups",
+        "wrapped",
+        {v: (f"{module}:get_kv_cache_groups",) for v, module in _PLANNING.items()},
+        dict.fromkeys(VERSIONS, ("vllm_config", "kv_cache_spec")),
+    ),
+    Seam(
+        "get_kv_cache_config_from_groups",
+        "wrapped",
+        {v: (f"{module}:get_kv_cache_config_from_groups",) for v, module in _PLANNING.items()},
+        dict.fromkeys(VERSIONS, ("vllm_config", "kv_cache_groups", "available_memory")),
+    ),
+    _same(
+        "zero_kv_blocks",
+        "wrapped",
+        "vllm.v1.worker.utils:KVBlockZeroer.__init__",
+        "self device attn_groups_iter kernel_block_sizes static_forward_context num_blocks "
+        "runner_only_attn_layers",
+    ),
+    _same(
+        "copy_kv_cache_blocks_inplace",
+        "wrapped",
+        "vllm.v1.worker.gpu_model_runner:copy_kv_cache_blocks_inplace "
+        "vllm.v1.worker.gpu.model_runner:copy_kv_cache_blocks_inplace",
+        "kv_caches num_blocks kv_cache_block_copies",
+    ),
+    _same(
+        "get_kv_cache_capacity",
+        "called",
+        "vllm.v1.core.kv_cache_utils:get_kv_cache_capacity",
+        "vllm_config kv_cache_config",
+    ),
+    _same(
+        "num_blocks_of",
+        "overridden",
+        "vllm.v1.kv_cache_interface:KVCacheConfig.num_blocks_of",
+        "self tensor",
+    ),
+    _same(
+        "get_num_blocks_to_allocate",
+        "overridden",
+        "vllm.v1.core.single_type_kv_cache_manager:"
+        "SingleTypeKVCacheManager.get_num_blocks_to_allocate",
+        "self request_id num_tokens new_computed_blocks total_computed_tokens "
+        "num_local_computed_tokens num_tokens_main_model apply_admission_cap prefill_end",
+    ),
+    _same(
+        "remove_skipped_blocks",
+        "overridden",
+        "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager.remove_skipped_blocks",
+        "self request_id processed_computed_tokens num_prompt_tokens",
+    ),
+    _same(
+        "add_local_computed_blocks",
+        "overridden",
+        "vllm.v1.core.single_type_kv_cache_manager:"
+        "SingleTypeKVCacheManager.add_local_computed_blocks",
+        "self request_id new_computed_blocks num_local_computed_tokens "
+        "num_external_computed_tokens",
+    ),
+    _same(
+        "block returned to its own pool",
+        "called",
+        "vllm.v1.core.kv_cache_utils:KVCacheBlock",
+        "block_id ref_cnt _block_hash _block_hash_num_tokens prev_free_block next_free_block "
+        "is_null pool",
+    ),
+)
+
+
+def vllm_version() -> str:
+    """The installed vLLM's version, or an empty string."""
+    try:
+        return str(importlib.import_module("vllm").__version__)
+    except (ImportError, AttributeError):
+        return ""
+
+
+def minor_version() -> str:
+    """The minor release of vLLM, such as "0.32".
+
+    Raises:
+        UnsupportedVLLM: it is not one of `VERSIONS`.
+
+    """
+    version = vllm_version()
+    minor = ".".join(version.split(".")[:2])
+    if minor not in VERSIONS:
+        raise UnsupportedVLLM(
+            f"windowed_mtp runs in vLLM {' and '.join(f'{v}.x' for v in VERSIONS)}, but "
+            f"{f'vLLM {version}' if version else 'no vLLM'} is installed. Install a supported "
+            'vLLM, a newer wmtp-vllm, or select method "mtp".'
+        )
+    return minor
+
+
+def check() -> list[Verdict]:
+    """Look at every seam of the installed vLLM, by name and signature.
+
+    Raises:
+        UnsupportedVLLM: the release is not a tested one.
+
+    """
+    minor = minor_version()
+    return [_verdict(seam, place, minor) for seam in SEAMS for place in seam.places[minor]]
+
+
+def apply() -> None:
+    """Put all replacements in place, in this process; all of them or none. Idempotent.
+
+    Raises:
+        UnsupportedVLLM: vLLM is not a tested release, or a seam is not as expected.
+
+    """
+    _put_in_place([seam for seam in SEAMS if seam.use in ("selects", "wrapped")], check())
+    from wmtp_vllm.kv_manager import manager
+
+    manager.register()
+
+
+def apply_selection() -> None:
+    """Put only the seams in place that recognise the method name. Idempotent.
+
+    Raises:
+        UnsupportedVLLM: vLLM is not a tested release, or one of these seams is not as expected.
+
+    """
+    minor = minor_version()
+    seams = [seam for seam in SEAMS if seam.use == "selects"]
+    _put_in_place(seams, [_verdict(s, place, minor) for s in seams for place in s.places[minor]])
+
+
+def original(name: str) -> Callable[..., Any]:
+    """What vLLM itself has at the seam `name`."""
+    seam = next(seam for seam in SEAMS if seam.name == name)
+    owner, attribute = _locate(seam.places[minor_version()][0])
+    return _unwrapped(getattr(owner, attribute))
+
+
+def _put_in_place(seams: Sequence[Seam], verdicts: Sequence[Verdict]) -> None:
+    problems = [f"{verdict.place}: {verdict.problem}" for verdict in verdicts if verdict.problem]
+    if problems:
+        raise UnsupportedVLLM(
+            f"windowed_mtp does not fit vLLM {vllm_version()}: {'; '.join(problems)}. Something "
+            "else may have patched it, or this build differs from the release. `wmtp check` prints "
+            'all seams. Install an unchanged supported vLLM, or select method "mtp".'
+        )
+    from wmtp_vllm import replacements
+
+    minor = minor_version()
+    for seam in seams:
+        for place in seam.places[minor]:
+            _replace(*_locate(place), getattr(replacements, seam.name))
+
+
+def _replace(owner: Any, attribute: str, replacement: Callable[..., Any]) -> None:
+    found = getattr(owner, attribute)
+    if hasattr(found, "_wmtp_vllm_original"):
+        return
+
+    @functools.wraps(found)
+    def stand_in(*args: Any, **kwargs: Any) -> Any:
+        return replacement(found, *args, **kwargs)
+
+    stand_in._wmtp_vllm_original = found  # type: ignore[attr-defined]
+    is_static = isinstance(inspect.getattr_static(owner, attribute), staticmethod)
+    setattr(owner, attribute, staticmethod(stand_in) if is_static else stand_in)
+
+
+def _unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    return getattr(function, "_wmtp_vllm_original", function)
+
+
+def _locate(place: str) -> tuple[Any, str]:
+    """The object that has the attribute at `place`, and the attribute's name."""
+    module, _, qualified = place.partition(":")
+    *path, attribute = qualified.split(".")
+    owner = importlib.import_module(module)
+    for name in path:
+        owner = getattr(owner, name)
+    return owner, attribute
+
+
+def _verdict(seam: Seam, place: str, minor: str) -> Verdict:
+    try:
+        owner, attribute = _locate(place)
+        found = _unwrapped(getattr(owner, attribute))
+    except (ImportError, AttributeError) as error:
+        return Verdict(seam, place, f"not found ({error})")
+    parameters = tuple(inspect.signature(found).parameters)
+    if parameters != seam.parameters[minor]:
+        return Verdict(
+            seam,
+            place,
+            f"takes ({', '.join(parameters)}), expected ({', '.join(seam.parameters[minor])})",
+        )
+    return Verdict(seam, place)
