@@ -8,8 +8,8 @@ persistent ones, and so can be recorded in a CUDA graph. The rule itself is
 """
 
 import torch
-
 from vllm.triton_utils import HAS_TRITON, tl, triton
+
 from wmtp_vllm.window import Window
 
 
@@ -85,7 +85,7 @@ def compact_table_reference(
 
 
 @triton.jit
-def _compact_table_kernel(
+def _compact_table_kernel(  # type: ignore[no-untyped-def]
     block_table,
     block_table_stride,
     seq_lens,

@@ -10,7 +10,6 @@ import functools
 from typing import Any
 
 import torch
-
 from vllm.config import VllmConfig
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -19,6 +18,7 @@ from vllm.v1.attention.backend import (
     subclass_attention_backend,
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
+
 from wmtp_vllm.attention_backends.compact_table import compact_table
 from wmtp_vllm.window import Window, ceil_div
 

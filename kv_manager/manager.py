@@ -9,6 +9,7 @@ from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.request import Request
+
 from wmtp_vllm.kv_manager.spec import RingSpec
 
 MORE_THAN_ANY_POOL = 1 << 60
@@ -56,7 +57,9 @@ class RingManager(SingleTypeKVCacheManager):
         needed = -(-num_tokens // self.block_size) - row_length
         if apply_admission_cap:
             # The whole request, most of which its ring will have let go of by the time it ends.
-            needed = min(needed, self.window.max_held_blocks(self.num_speculative_tokens, 0, num_tokens))
+            needed = min(
+                needed, self.window.max_held_blocks(self.num_speculative_tokens, 0, num_tokens)
+            )
         return 0 if needed <= self.block_pool.get_num_free_blocks() else MORE_THAN_ANY_POOL
 
     def add_local_computed_blocks(

@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheSpec,
     KVCacheTensor,
 )
+
 from wmtp_vllm.kv_manager.spec import RingSpec
 from wmtp_vllm.window import ceil_div
 
@@ -93,10 +94,7 @@ def get_kv_cache_configs(
     configs = original(
         vllm_config,
         [without_rings(specs) for specs in kv_cache_specs],
-        [
-            memory - _pool_bytes(ring)
-            for memory, ring in zip(available_memory, rings, strict=True)
-        ],
+        [memory - _pool_bytes(ring) for memory, ring in zip(available_memory, rings, strict=True)],
         *global_groups,
     )
     spec = next(spec for ring in rings for spec in ring.values())

@@ -7,6 +7,7 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.kv_cache_interface import AttentionSpec, replace_as
+
 from wmtp_vllm.window import Window
 
 PREFERRED_BLOCK_SIZE = 64
@@ -66,9 +67,7 @@ class RingSpec(AttentionSpec):
         return 0
 
 
-def ring_block_size(
-    native_block_size: int, kernel_block_sizes: Iterable[int | MultipleOf]
-) -> int:
+def ring_block_size(native_block_size: int, kernel_block_sizes: Iterable[int | MultipleOf]) -> int:
     """Tokens a ring block: a divisor of the target's block that the kernels take unsplit.
 
     A divisor, because vLLM schedules in units of the least common multiple of all block sizes.

@@ -17,6 +17,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+
 from wmtp_vllm.attention_backends.windowed import windowed_backend
 from wmtp_vllm.config import WindowedMTPConfig, selected
 from wmtp_vllm.kv_manager.spec import RingSpec

@@ -1,10 +1,15 @@
-"""What windowed MTP does not do, said before weights load: what is wrong, what was found, what to do."""
+"""What windowed MTP does not do, said before weights load.
 
+Each message says what is wrong, what was found and what to do.
+"""
+
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 from vllm.logger import init_logger
+
 from wmtp_vllm.config import METHOD, WindowedMTPConfig
 
 logger = init_logger("vllm.wmtp_vllm.refusals")
@@ -63,7 +68,7 @@ def before_config(
     if draft_dtype not in UNQUANTIZED_KV:
         raise ValueError(
             f"{METHOD} does not handle quantized draft KV yet; found speculative_config "
-            f"kv_cache_dtype={draft_dtype!r}. Remove it, or use method \"mtp\"."
+            f'kv_cache_dtype={draft_dtype!r}. Remove it, or use method "mtp".'
         )
     _refuse_without_mtp_weights(target, engine_args)
 
@@ -145,14 +150,14 @@ def is_mtp_tensor(name: str, num_hidden_layers: int) -> bool:
     parts = name.lower().split(".")
     if any("mtp" in part or "nextn" in part for part in parts):
         return True
-    for kind, index in zip(parts, parts[1:], strict=False):
+    for kind, index in itertools.pairwise(parts):
         if kind == "layers" and index.isdigit():
             return int(index) >= num_hidden_layers
     return False
 
 
 def checkpoint_tensor_names(model: str) -> set[str] | None:
-    """Names of all tensors in a local safetensors checkpoint, or None where there is none to read."""
+    """Names of all tensors in a local safetensors checkpoint; None where there is none to read."""
     folder = Path(model)
     if not folder.is_dir():
         folder_or_none = _hub_folder(model)

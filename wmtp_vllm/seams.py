@@ -2,8 +2,8 @@
 
 Each seam says where it is in each supported release of vLLM and what parameters it has there. Both
 are checked before anything is changed, so that a release which moved something is refused at
-start-up, never half-patched. `wmtp check` prints the table; `docs/architecture.md` says why each seam
-is needed, and `wmtp_vllm/replacements.py` is what stands in their places.
+start-up, never half-patched. `wmtp check` prints the table; `docs/architecture.md` says why each
+seam is needed, and `wmtp_vllm/replacements.py` is what stands in their places.
 """
 
 import functools
@@ -294,3 +294,26 @@ def _verdict(seam: Seam, place: str, minor: str) -> Verdict:
             f"takes ({', '.join(parameters)}), expected ({', '.join(seam.parameters[minor])})",
         )
     return Verdict(seam, place)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """The draft of a worker: its attention layers, and what builds their metadata."""
+
+    layer_names: list[str]
+    metadata_builders: list[Any]
+    kv_cache_config: Any
+
+
+def draft_of(worker: Any) -> Draft:
+    """Find the draft in a worker of either runner, whatever its method; for the demo and tests."""
+    runner = worker.model_runner
+    proposer: Any = getattr(runner, "speculator", None) or getattr(runner, "drafter", None)
+    if hasattr(proposer, "draft_attn_layer_names"):  # V2
+        names = proposer.draft_attn_layer_names
+        groups = [group for groups in proposer.attn_groups for group in groups]
+    else:
+        names = getattr(proposer, "_draft_attn_layer_names", set())
+        groups = getattr(proposer, "draft_attn_groups", [])
+    builders = [builder for group in groups for builder in group.metadata_builders]
+    return Draft(sorted(names), builders, runner.kv_cache_config)

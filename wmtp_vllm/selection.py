@@ -1,9 +1,10 @@
-"""Selecting `windowed_mtp`: vLLM's speculative config is made, checked, and the seams put in place."""
+"""Selecting `windowed_mtp`: make and check vLLM's speculative config, put the seams in place."""
 
 import copy
 from typing import Any
 
 from vllm.logger import init_logger
+
 from wmtp_vllm import draft_rope, refusals, seams
 from wmtp_vllm.config import METHOD, Selection, split_keys
 

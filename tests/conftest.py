@@ -1,0 +1,76 @@
+"""Two kinds of test process, by vLLM's model runner, and what they share.
+
+A process of V2 is one with VLLM_USE_V2_MODEL_RUNNER=1; on a CPU it also needs TRITON_INTERPRET=1 and
+`tests/support/triton_interpreter` on PYTHONPATH (`make test-v2`). With that, V1's stand-ins for
+Triton kernels are not registered, so V1 has a process of its own. A test marked both `engine` and
+`v2` runs in both.
+"""
+
+import os
+
+# Before anything imports vLLM, which reads most of these at import.
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process, where tests can look at it
+    "VLLM_CPU_CI_ENV": "1",  # no compiler runs
+    "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+RUNNER = "V2" if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1" else "V1"
+NO_GPU = "no GPU here"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    kept, left_out = [], []
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        v2_only = "v2" in marks and not marks & {"unit", "engine"}
+        fits = "v2" in marks if RUNNER == "V2" else not v2_only
+        (kept if fits else left_out).append(item)
+        if "gpu" in marks and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason=NO_GPU))
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = kept
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    skipped = [r for r in terminalreporter.stats.get("skipped", []) if NO_GPU in str(r.longrepr)]
+    if skipped:
+        terminalreporter.write_line(f"{len(skipped)} GPU tests skipped: {NO_GPU}.")
+
+
+@pytest.fixture(scope="session")
+def runner() -> str:
+    """The model runner of this process, "V1" or "V2"."""
+    return RUNNER
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Makes a tiny model once a session: `tiny_model("dense", layers=4)` returns its path."""
+    from wmtp_vllm import tiny_models
+
+    folder = tmp_path_factory.getbasetemp() / "tiny_models"
+
+    def build(name: tiny_models.Name, **options: int) -> str:
+        label = "-".join([name, *(f"{k}{v}" for k, v in sorted(options.items()))])
+        return str(tiny_models.build(name, Path(folder) / label, **options))
+
+    return build
+
+
+@pytest.fixture
+def plugin_registered() -> None:
+    """The plugin as vLLM has it after loading its entry points."""
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()

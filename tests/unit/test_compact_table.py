@@ -1,0 +1,103 @@
+"""The compact table in torch (and, in the V2 process, in Triton) against the naive definition."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm.triton_utils import HAS_TRITON
+
+from wmtp_vllm.attention_backends.compact_table import compact_table, compact_table_reference
+from wmtp_vllm.window import Window, ceil_div
+
+# Without Triton `compact_table` is the reference; the V2 process runs the kernel in the interpreter.
+pytestmark = [pytest.mark.unit, pytest.mark.v2]
+
+
+@st.composite
+def batches(draw):
+    """A window, requests as (length, query length, row with nulls), and a padding row at times."""
+    window = Window(
+        size=draw(st.integers(1, 100)),
+        sink=draw(st.integers(0, 40)),
+        block_size=draw(st.sampled_from([1, 4, 16, 32])),
+    )
+    requests = []
+    for _ in range(draw(st.integers(1, 4))):
+        query_len = draw(st.integers(1, 40))
+        length = query_len + draw(st.integers(0, 400))
+        computed_blocks = (length - query_len) // window.block_size
+        nulls = draw(st.integers(0, computed_blocks))
+        scattered = draw(st.booleans())
+        row = []
+        for i in range(ceil_div(length, window.block_size)):
+            null = i < computed_blocks and (draw(st.booleans()) if scattered else i < nulls)
+            row.append(0 if null else draw(st.integers(1, 2**31 - 1)))
+        requests.append((length, query_len, row))
+    return window, requests, draw(st.booleans())
+
+
+def as_tensors(window, requests, padded):
+    rows = [row for _, _, row in requests] + ([[]] if padded else [])
+    width = max(map(len, rows)) + 3
+    # What is beyond a request's blocks is another request's leavings.
+    table = torch.full((len(rows), width), 77, dtype=torch.int32)
+    for i, row in enumerate(rows):
+        table[i, : len(row)] = torch.tensor(row, dtype=torch.int32)
+    lengths = [length for length, _, _ in requests] + ([0] if padded else [])
+    queries = [query_len for _, query_len, _ in requests] + ([0] if padded else [])
+    starts = torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()], dtype=torch.int32)
+    columns = min(window.max_kept_blocks(max(queries)), width)
+    return table, torch.tensor(lengths, dtype=torch.int32), starts, columns
+
+
+def check(window, requests, padded, table, lens):
+    for i, (length, query_len, row) in enumerate(requests):
+        ids, compact_length = window.compact_table(row, length, query_len)
+        assert lens[i] == compact_length
+        assert table[i].tolist() == ids + [0] * (table.shape[1] - len(ids))
+    if padded:
+        assert lens[-1] == 0
+        assert not table[-1].any()
+
+
+@given(batches())
+@settings(max_examples=300, deadline=None)
+def test_the_torch_form_is_the_definition(batch):
+    window, requests, padded = batch
+    block_table, seq_lens, starts, width = as_tensors(*batch)
+    table, lens = compact_table_reference(block_table, seq_lens, starts, window, 1, width)
+    check(window, requests, padded, table, lens)
+
+
+@given(batches())
+@settings(max_examples=60 if HAS_TRITON else 5, deadline=None)
+def test_the_form_in_use_agrees_with_the_torch_form_bit_for_bit(batch):
+    window, requests, padded = batch
+    block_table, seq_lens, starts, width = as_tensors(*batch)
+    expected = compact_table_reference(block_table, seq_lens, starts, window, 1, width)
+    table = torch.full((len(seq_lens), width), -1, dtype=torch.int32)
+    lens = torch.full((len(seq_lens),), -1, dtype=torch.int32)
+    compact_table(block_table, seq_lens, starts, window, 1, table, lens)
+    assert torch.equal(table, expected[0])
+    assert torch.equal(lens, expected[1])
+    check(window, requests, padded, table, lens)
+
+
+def test_a_null_block_that_is_kept_is_caught():
+    """Negative control: with no null blocks declared, the leavings behind id 0 would be attended."""
+    window = Window(size=8, sink=0, block_size=4)
+    block_table = torch.tensor([[5, 0, 7]], dtype=torch.int32)
+    lengths, starts = torch.tensor([12]), torch.tensor([0, 1])
+    table, lens = compact_table_reference(block_table, lengths, starts, window, 0, 3)
+    with pytest.raises(AssertionError):
+        check(window, [(12, 1, [5, 0, 7])], False, table, lens)
+
+
+def test_a_window_one_block_short_is_caught():
+    """Negative control: a window that begins a block late differs from the definition."""
+    window, late = Window(size=8, sink=0, block_size=4), Window(size=4, sink=0, block_size=4)
+    block_table = torch.tensor([[5, 6, 7]], dtype=torch.int32)
+    lengths, starts = torch.tensor([12]), torch.tensor([0, 1])
+    table, lens = compact_table_reference(block_table, lengths, starts, late, 1, 3)
+    with pytest.raises(AssertionError):
+        check(window, [(12, 1, [5, 6, 7])], False, table, lens)
