@@ -12,13 +12,14 @@ import os
 os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process, where tests can look at it
     "VLLM_CPU_CI_ENV": "1",  # no compiler runs
-    "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+    "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin make runs beside each other crawl
 }
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 

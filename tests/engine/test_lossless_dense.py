@@ -1,0 +1,110 @@
+"""Greedy float32 output equals plain decoding token for token, and the draft is worth its while.
+
+Equality alone proves little: it holds with a broken drafter. So each case also asserts acceptance
+against native MTP, and a negative control shows that this assertion can fail.
+"""
+
+import random
+
+import pytest
+
+from tests.support.engine import engine, native, windowed
+
+pytestmark = [pytest.mark.engine, pytest.mark.v2]
+
+BLOCK, MAX_TOKENS = 32, 20
+WINDOWS = [(64, 0), (96, 40), (256, 64), (4032, 64)]
+KS = [1, 3, 7]
+# Tokens a prefill chunk: one smaller than the window, one larger, by (K, W).
+CHUNKS = {
+    (k, w): (w // 2 if (k == 3) == (w in (96, 4032)) else w + 160) for k in KS for w, _ in WINDOWS
+}
+ENGINE = {"max_model_len": 28_672, "max_num_seqs": 4, "kv_cache_memory_bytes": 200 << 20}
+
+
+def prompt_lengths(window: int, sink: int) -> list[int]:
+    """From 1 token to 6 windows, on and one off every boundary of blocks, sink and window."""
+    boundaries = [BLOCK, window, window + sink, window + sink + BLOCK]
+    lengths = {1, 2, max(3, sink), 6 * window, 2 * window + BLOCK // 2}
+    lengths |= {b + off for b in boundaries for off in (-1, 0, 1)}
+    # The boundaries that generation itself crosses.
+    lengths |= {b - MAX_TOKENS // 2 for b in boundaries[1:]}
+    return sorted(lengths)
+
+
+def prompts_for(window: int, sink: int) -> list[list[int]]:
+    """A batch of mixed lengths, in an order that mixes them."""
+    rng = random.Random(window)
+    lengths = prompt_lengths(window, sink)
+    rng.shuffle(lengths)
+    return [[rng.randrange(4, 256) for _ in range(n)] for n in lengths]
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_model):
+    """Plain decoding's answers for each window's prompts."""
+    with engine(tiny_model("dense"), **ENGINE, max_num_batched_tokens=4096) as running:
+        return {ws: running.generate(prompts_for(*ws), MAX_TOKENS) for ws in WINDOWS}
+
+
+@pytest.fixture(scope="module")
+def native_acceptance(tiny_model):
+    """Native MTP's AL by K and window, for the windows that the acceptance is asserted for."""
+    acceptance = {}
+    for k in KS:
+        with engine(
+            tiny_model("dense"), native(k), **ENGINE, max_num_batched_tokens=4096
+        ) as running:
+            for ws in WINDOWS[2:]:
+                running.generate(prompts_for(*ws), MAX_TOKENS)
+                acceptance[k, ws] = running.acceptance_length()
+    return acceptance
+
+
+@pytest.mark.parametrize("k", KS)
+@pytest.mark.parametrize("ws", WINDOWS, ids=str)
+def test_output_is_plain_decodings_and_acceptance_is_native_mtps(
+    tiny_model, plain, native_acceptance, k, ws
+):
+    assert len(plain[ws]) >= 12
+    chunk = CHUNKS[k, ws[0]]
+    with engine(
+        tiny_model("dense"), windowed(k, *ws), **ENGINE, max_num_batched_tokens=chunk
+    ) as running:
+        assert running.generate(prompts_for(*ws), MAX_TOKENS) == plain[ws]
+        acceptance = running.acceptance_length()
+    if ws[0] >= 256:
+        assert acceptance == pytest.approx(native_acceptance[k, ws], rel=0.1)
+    print(f"K={k} W={ws[0]} S={ws[1]} chunk={chunk}: AL {acceptance:.3f}", end=" ")
+
+
+def test_chunks_smaller_and_larger_than_every_window_are_covered():
+    for window, _ in WINDOWS:
+        chunks = [CHUNKS[k, window] for k in KS]
+        assert min(chunks) < window < max(chunks)
+
+
+def test_corrupted_drafts_leave_output_equal_and_acceptance_at_one(tiny_model, plain, monkeypatch):
+    """Negative control: equality cannot tell a broken drafter, the acceptance can."""
+    ws = (96, 40)
+    with engine(tiny_model("dense"), windowed(3, *ws), **ENGINE) as running:
+        proposer_class, name = corrupt_drafts(monkeypatch, running)
+        assert name in vars(proposer_class)
+        assert running.generate(prompts_for(*ws), MAX_TOKENS) == plain[ws]
+        assert running.acceptance_length() < 1.05
+
+
+def corrupt_drafts(monkeypatch, running):
+    """Replace every drafted token by its neighbour in the vocabulary."""
+    runner = running.worker.model_runner
+    proposer = getattr(runner, "speculator", None) or runner.drafter
+    proposer_class = next(c for c in type(proposer).__mro__ if "propose" in vars(c))
+    propose = proposer_class.propose
+
+    def propose_neighbours(self, *args, **kwargs):
+        drafts = propose(self, *args, **kwargs)
+        drafts.copy_(4 + (drafts - 4 + 97) % 250)
+        return drafts
+
+    monkeypatch.setattr(proposer_class, "propose", propose_neighbours)
+    return proposer_class, "propose"

@@ -1,0 +1,231 @@
+"""`vllm serve` with windowed MTP, as `examples/serve.sh` starts it, asked by the `openai` client."""
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from openai import OpenAI
+
+from tests.support.engine import engine
+
+pytestmark = pytest.mark.engine
+
+ROOT = Path(__file__).parents[2]
+START_LIMIT = 420  # seconds; about 25 on two idle cores
+WINDOW, SINK, MAX_TOKENS = 96, 40, 24
+SPECULATIVE = (
+    '{"method": "windowed_mtp", "num_speculative_tokens": 3, '
+    f'"draft_window_size": {WINDOW}, "draft_sink_size": {SINK}}}'
+)
+SMALL = [
+    *("--block-size", "32"),
+    *("--kv-cache-memory-bytes", "64M"),
+    *("--max-model-len", "2048"),
+    *("--max-num-batched-tokens", "256"),
+]
+IDS = {"return_token_ids": True, "ignore_eos": True}
+
+
+@dataclass(frozen=True)
+class Server:
+    url: str
+    model: Path
+    log: Path
+
+    def client(self) -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+    def metric(self, name: str, label: str = "") -> float:
+        """A metric's value, summed over its labels; only where `label` is among them, if given."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as response:
+            lines = response.read().decode().splitlines()
+        lines = [line for line in lines if line.startswith(f"{name}{{")]
+        assert lines, f"/metrics has no {name}"
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if label in line)
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """A user's environment: no setting of the test process, and an empty cache for tiny models."""
+    from vllm import envs
+
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")}
+    return kept | {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache")),
+        "VLLM_CACHE_ROOT": envs.VLLM_CACHE_ROOT,
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+
+
+@pytest.fixture(scope="module")
+def server(environment, tmp_path_factory):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    running = Server(
+        f"http://127.0.0.1:{port}",
+        Path(environment["XDG_CACHE_HOME"]) / "wmtp_vllm" / "dense",
+        tmp_path_factory.mktemp("server") / "log",
+    )
+    address = ["--host", "127.0.0.1", "--port", str(port)]
+    with running.log.open("w") as log:
+        process = subprocess.Popen(
+            [ROOT / "examples" / "serve.sh", *SMALL, "--speculative-config", SPECULATIVE, *address],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+    try:
+        wait_until_healthy(running, process)
+        yield running
+    finally:
+        terminate(process)
+
+
+def wait_until_healthy(server: Server, process: subprocess.Popen) -> None:
+    started = time.monotonic()
+    while time.monotonic() - started < START_LIMIT:
+        if process.poll() is not None:
+            pytest.fail(f"the server ended with {process.returncode}:\n{server.log.read_text()}")
+        try:
+            with urllib.request.urlopen(f"{server.url}/health", timeout=5):
+                print(f"the server took {time.monotonic() - started:.0f} s to start", end=" ")
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.5)
+    pytest.fail(f"no server after {START_LIMIT} s:\n{server.log.read_text()}")
+
+
+def terminate(process: subprocess.Popen) -> None:
+    """End the server; its engine and worker processes share its process group."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+            process.wait(timeout=60)
+        except (ProcessLookupError, subprocess.TimeoutExpired):
+            continue
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    """32 prompts of 3 tokens to seven windows, in an order that mixes them."""
+    rng = random.Random(7)
+    lengths = [3, WINDOW - 1, WINDOW, WINDOW + SINK, WINDOW + SINK + 32, 7 * WINDOW]
+    lengths += [rng.randrange(3, 6 * WINDOW) for _ in range(32 - len(lengths))]
+    rng.shuffle(lengths)
+    return [[rng.randrange(4, 256) for _ in range(n)] for n in lengths]
+
+
+@pytest.fixture(scope="module")
+def plain(server, prompts):
+    """What plain decoding, offline, answers to the same model's prompts."""
+    with engine(str(server.model), max_model_len=2048) as running:
+        return running.generate(prompts, MAX_TOKENS)
+
+
+def ask(client: OpenAI, prompt: list[int], stream: bool, max_tokens: int = MAX_TOKENS) -> list[int]:
+    answer = client.completions.create(
+        model="tiny-dense",
+        prompt=prompt,
+        max_tokens=max_tokens,
+        temperature=0,
+        stream=stream,
+        extra_body=IDS,
+    )
+    if not stream:
+        return answer.choices[0].token_ids
+    return [token for chunk in answer for token in chunk.choices[0].token_ids]
+
+
+def test_the_log_says_what_was_planned(server):
+    log = server.log.read_text()
+    assert f"windowed_mtp: window {WINDOW} + sink {SINK} tokens; ring of" in log
+
+
+def test_concurrent_answers_are_plain_decodings(server, prompts, plain):
+    client = server.client()
+    with ThreadPoolExecutor(max_workers=8) as threads:
+        answers = list(
+            threads.map(lambda i: ask(client, prompts[i], stream=i % 2 == 0), range(len(prompts)))
+        )
+    assert answers == plain
+    assert all(len(answer) == MAX_TOKENS for answer in answers)
+
+
+def test_metrics_count_drafts_and_acceptance(server, prompts):
+    ask(server.client(), prompts[0], stream=False)
+    drafts = server.metric("vllm:spec_decode_num_drafts_total")
+    accepted = server.metric("vllm:spec_decode_num_accepted_tokens_total")
+    print(f"AL {1 + accepted / drafts:.2f}", end=" ")
+    assert drafts > 0
+    # The tiny model's draft is right 5 times in 6; a broken one, hardly ever.
+    assert accepted / drafts > 1
+
+
+def test_an_aborted_request_does_not_disturb_the_next(server, prompts, plain):
+    client = server.client()
+    longest = max(prompts, key=len)
+    for _ in range(3):
+        stream = client.completions.create(
+            model="tiny-dense", prompt=longest, max_tokens=1300, stream=True, extra_body=IDS
+        )
+        assert next(stream).choices[0].token_ids
+        stream.close()
+        assert ask(client, prompts[0], stream=True) == plain[0]
+    aborted = ("vllm:request_success_total", 'finished_reason="abort"')
+    wait_for(lambda: server.metric(*aborted) == 3)
+    assert [ask(client, p, stream=False) for p in prompts[:8]] == plain[:8]
+    assert server.metric("vllm:kv_cache_usage_perc") == 0
+
+
+def wait_for(condition, seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not so after {seconds} s"
+        time.sleep(0.1)
+
+
+def test_the_example_client_runs(server, environment):
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / "openai_client.py", "--base-url", f"{server.url}/v1"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    labels = [line.split(":")[0] for line in done.stdout.splitlines()]
+    assert labels == ["model", "completion", "streamed", "chat", "streamed"]
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ('"draft_window_size": 0', "draft_window_size is an integer of at least 1"),
+        ('"draft_windw_size": 96', "Did you mean 'draft_window_size'?"),
+    ],
+)
+def test_a_refused_configuration_ends_the_command(environment, key, message):
+    config = f'{{"method": "windowed_mtp", "num_speculative_tokens": 3, {key}}}'
+    done = subprocess.run(
+        [ROOT / "examples" / "serve.sh", "--speculative-config", config],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        timeout=START_LIMIT,
+    )
+    assert done.returncode != 0
+    assert message in done.stdout
