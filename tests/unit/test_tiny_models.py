@@ -215,7 +215,7 @@ class TestWeights:
         assert len(seen) == VOCAB_SIZE - FIRST_TEXT_TOKEN
 
     def test_special_tokens_get_no_logit(self) -> None:
-        head = Pointer.draw(torch.Generator().manual_seed(0), reach=192).unembedding()
+        head = Pointer.draw(torch.Generator().manual_seed(0), reach=192).unembedding(1.0)
         assert head[:FIRST_TEXT_TOKEN].count_nonzero() == 0
 
     def test_token_codes_are_orthonormal(self) -> None:

@@ -34,6 +34,8 @@ survives the squeeze into the value channels."""
 NOISE = 1.15
 """Standard deviation, per hidden channel, of all the target's random contributions together."""
 DRAFT_NOISE = 0.2
+LOGIT_SCALE = 4.0
+"""Makes sampling at temperature 1 take the best token mostly, but not always."""
 HIDDEN_LEAK = 0.01
 """How much of the previous hidden state enters the draft, relative to the token's embedding."""
 
@@ -73,7 +75,7 @@ def dense(options: DenseOptions) -> Checkpoint:
     tensors = {
         "model.embed_tokens.weight": torch.eye(HIDDEN_SIZE),
         "model.norm.weight": torch.ones(HIDDEN_SIZE),
-        "lm_head.weight": pointer.unembedding(),
+        "lm_head.weight": pointer.unembedding(LOGIT_SCALE),
     }
     for layer in range(options.layers):
         attention = _random_attention(rng, share) if layer else look_back

@@ -20,9 +20,6 @@ from torch import Tensor
 from wmtp_vllm.tiny_models.checkpoint import FIRST_TEXT_TOKEN, VOCAB_SIZE
 from wmtp_vllm.tiny_models.rotary import look_back
 
-LOGIT_SCALE = 4.0
-"""Sharpens the logits, so that sampling at temperature 1 also mostly takes the best token."""
-
 
 @dataclass(frozen=True)
 class Pointer:
@@ -49,13 +46,13 @@ class Pointer:
         """Query weight that turns a token into its look back: float32[head_dim, VOCAB_SIZE]."""
         return look_back(self.distance, head_dim).T
 
-    def unembedding(self) -> Tensor:
+    def unembedding(self, scale: float) -> Tensor:
         """Output head that names the successor: float32[VOCAB_SIZE, VOCAB_SIZE].
 
-        The rows of the special tokens are zero.
+        Its entries are `scale` or 0; the rows of the special tokens are all zero.
         """
         head = torch.zeros(VOCAB_SIZE, VOCAB_SIZE)
-        head[self.successor, torch.arange(VOCAB_SIZE)] = LOGIT_SCALE
+        head[self.successor, torch.arange(VOCAB_SIZE)] = scale
         return head
 
 
