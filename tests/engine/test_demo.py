@@ -62,7 +62,7 @@ def test_both_drafts_are_accepted(ran):
         assert results[arm]["acceptance_length"] > 2
 
 
-@pytest.mark.parametrize("wrong", [None, "mtp", "windowed_mtp"])
+@pytest.mark.parametrize("wrong", ["", "mtp", "windowed_mtp"])
 def test_an_arm_that_answers_otherwise_fails_the_demo(monkeypatch, capsys, wrong):
     """Negative control: fabricated results, one answer of which may differ in its last token."""
     right = demo.Result([[5, 6, 7], [8, 9, 10]], 2.5, 700, 1 << 20, 5000, 1.0)
@@ -72,8 +72,6 @@ def test_an_arm_that_answers_otherwise_fails_the_demo(monkeypatch, capsys, wrong
         return replace(right, answers=[[5, 6, 7], [8, 9, 11]]) if method == wrong else right
 
     monkeypatch.setattr(demo, "_run", run)
-    if wrong is None:
-        monkeypatch.setattr(demo, "_run", lambda arm, scratch: right)
     assert cli.main(ARGUMENTS) == (1 if wrong else 0)
     printed = capsys.readouterr().out
     assert printed.count("identical: no") == (1 if wrong else 0)
