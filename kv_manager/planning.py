@@ -78,13 +78,15 @@ def get_kv_cache_configs(
         global_groups: the groups of the target, which vLLM 0.33 hands on.
 
     Raises:
-        ValueError: not even one request's ring fits.
+        ValueError: not even one request's ring fits, a prefix hit could end inside one of its
+            blocks, or the draft's layers differ.
 
     """
     rings = [only_rings(specs) for specs in kv_cache_specs]
     if not any(rings):
         return original(vllm_config, kv_cache_specs, available_memory, *global_groups)
 
+    _refuse_hits_inside_ring_blocks(vllm_config, rings)
     native = _native_plans(planner, vllm_config, kv_cache_specs, available_memory)
     pool_blocks = _pool_blocks(vllm_config, rings, min(plan.num_blocks for plan in native))
     rings = [
@@ -97,7 +99,7 @@ def get_kv_cache_configs(
         [memory - _pool_bytes(ring) for memory, ring in zip(available_memory, rings, strict=True)],
         *global_groups,
     )
-    spec = next(spec for ring in rings for spec in ring.values())
+    spec = _shared_spec(rings)
     configs = [
         append_ring(planner, vllm_config, config, list(ring), spec)
         for config, ring in zip(configs, rings, strict=True)
@@ -144,7 +146,7 @@ def get_kv_cache_groups(
     if not rings:
         return planner.groups(vllm_config, specs)
     groups = planner.groups(vllm_config, without_rings(specs))
-    return [*groups, KVCacheGroupSpec(list(rings), next(iter(rings.values())))]
+    return [*groups, KVCacheGroupSpec(list(rings), _shared_spec([rings]))]
 
 
 def get_kv_cache_config_from_groups(
@@ -165,6 +167,19 @@ def get_kv_cache_config_from_groups(
     return config
 
 
+def _shared_spec(rings: Sequence[dict[str, RingSpec]]) -> RingSpec:
+    """The spec of all draft layers: they are one group, so they share block ids."""
+    specs = {name: spec for ring in rings for name, spec in ring.items()}
+    first = next(iter(specs.values()))
+    for name, spec in specs.items():
+        if spec != first:
+            raise ValueError(
+                f"windowed_mtp does not handle drafts whose layers have different KV caches; that "
+                f'of {name} is {spec}, another\'s is {first}. Use method "mtp".'
+            )
+    return first
+
+
 def _native_plans(
     planner: Planner,
     vllm_config: VllmConfig,
@@ -180,18 +195,31 @@ def _native_plans(
     return plans
 
 
+def _refuse_hits_inside_ring_blocks(
+    vllm_config: VllmConfig, rings: Sequence[dict[str, RingSpec]]
+) -> None:
+    """The ring has no KV of a hit, and a block is left out of the compact table whole or not."""
+    unit = vllm_config.cache_config.prefix_match_unit
+    block_size = _shared_spec(rings).block_size
+    if unit and vllm_config.cache_config.enable_prefix_caching and unit % block_size:
+        raise ValueError(
+            f"windowed_mtp: with prefix_match_unit={unit} a prefix hit could end inside a block of "
+            f"the draft's ring, which has {block_size} tokens. Set prefix_match_unit to a multiple "
+            f"of {block_size}, or leave it out."
+        )
+
+
 def _pool_blocks(
     vllm_config: VllmConfig, rings: Sequence[dict[str, RingSpec]], native_num_blocks: int
 ) -> int:
     """Blocks of the ring pool: enough for every sequence, but no more bytes than native MTP."""
-    spec = next(spec for ring in rings for spec in ring.values())
+    spec = _shared_spec(rings)
     window, k = spec.draft_window, spec.num_speculative_tokens
     max_model_len = vllm_config.model_config.max_model_len
     in_flight = vllm_config.max_in_flight_tokens
-    wanted = (
-        1  # the null block
-        + vllm_config.scheduler_config.max_num_seqs * window.ring_budget(k, max_model_len)
-        + ceil_div(in_flight, window.block_size)
+    # One more for the null block.
+    wanted = 1 + window.max_pool_blocks(
+        vllm_config.scheduler_config.max_num_seqs, k, in_flight, max_model_len
     )
     native_bytes = native_num_blocks * spec.native.page_size_bytes
     affordable = native_bytes // spec.page_size_bytes
@@ -239,7 +267,7 @@ def _log_plan(
     configs: Sequence[KVCacheConfig],
     native: Sequence[KVCacheConfig],
 ) -> None:
-    spec = next(spec for ring in rings for spec in ring.values())
+    spec = _shared_spec(rings)
     num_layers = max(len(ring) for ring in rings)
     tokens, _ = planner.capacity(vllm_config, _scheduler_view(configs))
     native_tokens, _ = planner.capacity(vllm_config, _scheduler_view(native))

@@ -40,11 +40,12 @@ class RingSpec(AttentionSpec):
         window: int,
         sink: int,
         num_speculative_tokens: int,
+        prefix_match_unit: int | None = None,
     ) -> "RingSpec":
         """The ring that takes the place of the spec `native`."""
         native_only = native.__dataclass_fields__.keys() - AttentionSpec.__dataclass_fields__.keys()
         fields: dict[str, Any] = {
-            "block_size": ring_block_size(native.block_size, kernel_block_sizes),
+            "block_size": ring_block_size(native.block_size, kernel_block_sizes, prefix_match_unit),
             "page_size_padded": None,
             "window": window,
             "sink": sink,
@@ -67,10 +68,15 @@ class RingSpec(AttentionSpec):
         return 0
 
 
-def ring_block_size(native_block_size: int, kernel_block_sizes: Iterable[int | MultipleOf]) -> int:
+def ring_block_size(
+    native_block_size: int,
+    kernel_block_sizes: Iterable[int | MultipleOf],
+    prefix_match_unit: int | None = None,
+) -> int:
     """Tokens a ring block: a divisor of the target's block that the kernels take unsplit.
 
-    A divisor, because vLLM schedules in units of the least common multiple of all block sizes.
+    A divisor, because vLLM schedules in units of the least common multiple of all block sizes. And
+    one of vLLM's `prefix_match_unit` where possible, so that no prefix hit ends inside a ring block.
     """
     sizes = list(kernel_block_sizes)
 
@@ -82,6 +88,7 @@ def ring_block_size(native_block_size: int, kernel_block_sizes: Iterable[int | M
 
     divisors = [b for b in range(1, native_block_size + 1) if native_block_size % b == 0]
     usable = [b for b in divisors if kernels_take(b)]
+    usable = [b for b in usable if (prefix_match_unit or 0) % b == 0] or usable
     small = [b for b in usable if b <= PREFERRED_BLOCK_SIZE]
     if small:
         return small[-1]

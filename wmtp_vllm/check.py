@@ -4,7 +4,6 @@ import argparse
 import importlib.metadata
 import os
 import tempfile
-from typing import Any
 
 from wmtp_vllm import seams
 from wmtp_vllm.config import METHOD
@@ -45,7 +44,7 @@ def main(options: argparse.Namespace) -> int:
     try:
         for line in _what_would_run(options.model):
             print(line)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         print(f"REFUSED  {error}")
         return 1
     return 0
@@ -72,9 +71,10 @@ def _what_would_run(model: str | None) -> list[str]:
             from wmtp_vllm import tiny_models
 
             model = str(tiny_models.build("dense", f"{scratch}/dense"))
-        arguments: dict[str, Any] = {"model": model, "enforce_eager": True, "max_model_len": 8192}
         config = EngineArgs(
-            **arguments, speculative_config={"method": METHOD, "num_speculative_tokens": 3}
+            model=model,
+            enforce_eager=True,
+            speculative_config={"method": METHOD, "num_speculative_tokens": 3},
         ).create_engine_config()
     draft = config.speculative_config.draft_model_config
     with set_current_vllm_config(config):

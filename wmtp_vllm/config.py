@@ -56,17 +56,37 @@ def _arrive(values: dict[str, Any]) -> Selection:
 def selected(vllm_config: Any) -> WindowedMTPConfig | None:
     """The plugin's configuration in a `VllmConfig`, or None where it is not selected."""
     additional_config = vllm_config.additional_config
+    if not isinstance(additional_config, dict) or METHOD not in additional_config:
+        return None
+    refuse_foreign(additional_config)
+    return additional_config[METHOD].config
+
+
+def deselected(additional_config: Any) -> Any:
+    """`additional_config` for another method: an earlier config may have left a selection in it."""
+    if isinstance(additional_config, dict) and isinstance(additional_config.get(METHOD), Selection):
+        return {key: value for key, value in additional_config.items() if key != METHOD}
+    return additional_config
+
+
+def refuse_foreign(additional_config: Any) -> None:
+    """Refuse an `additional_config` that has no room for a selection, or one of the user's own.
+
+    Raises:
+        ValueError: it is such a one.
+
+    """
     if not isinstance(additional_config, dict):
-        return None
-    selection = additional_config.get(METHOD)
-    if selection is None:
-        return None
-    if not isinstance(selection, Selection):
         raise ValueError(
-            f'additional_config["{METHOD}"] is not for users to set: '
-            f'select the method with speculative_config={{"method": "{METHOD}", ...}}.'
+            f"{METHOD} needs a dictionary as additional_config, to travel in; found a "
+            f"{type(additional_config).__name__}. Give a dictionary, or none."
         )
-    return selection.config
+    if METHOD in additional_config and not isinstance(additional_config[METHOD], Selection):
+        raise ValueError(
+            f'additional_config["{METHOD}"] is not for users to set; found '
+            f"{additional_config[METHOD]!r}. "
+            f'Select the method with speculative_config={{"method": "{METHOD}", ...}}.'
+        )
 
 
 def split_keys(

@@ -41,6 +41,7 @@ TEXT = (
 class Arm:
     """What one arm is asked to do."""
 
+    title: str
     engine_arguments: dict[str, Any]
     context: list[int]
     """prompt lengths, tokens"""
@@ -85,6 +86,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, default=64, help="tokens to generate a prompt")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N")
+    parser.add_argument(
+        "--engine-arguments",
+        type=json.loads,
+        default={},
+        metavar="JSON",
+        help="""further arguments of vLLM's LLM, such as '{"gpu_memory_utilization": 0.5}'""",
+    )
     parser.add_argument("--json", type=Path, help="also write the results to this file")
 
 
@@ -92,12 +100,13 @@ def main(options: argparse.Namespace) -> int:
     """Run all arms and print the table; returns 0 when all gave the same output."""
     with tempfile.TemporaryDirectory(prefix="wmtp-demo-") as scratch:
         results = {}
-        for number, arm in enumerate(ARMS, start=1):
-            _say(f"[{number}/{len(ARMS)}] {ARMS[arm]}: starting vLLM and generating ...")
-            results[arm] = _run(_arm(options, arm, Path(scratch)), Path(scratch))
+        for number, method in enumerate(ARMS, start=1):
+            _say(f"[{number}/{len(ARMS)}] {ARMS[method]}: starting vLLM and generating ...")
+            results[method] = _run(_arm(options, method, Path(scratch)), Path(scratch))
         _say("")
     print(_table(options, results))
     if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps({a: asdict(r) for a, r in results.items()}, indent=1))
     return 0 if all(result.answers == results["none"].answers for result in results.values()) else 1
 
@@ -126,7 +135,8 @@ def _arm(options: argparse.Namespace, method: str, scratch: Path) -> Arm:
             "draft_window_size": options.draft_window_size,
             "draft_sink_size": options.draft_sink_size,
         }
-    return Arm(arguments, options.context, options.max_tokens)
+    arguments |= options.engine_arguments
+    return Arm(ARMS[method], arguments, options.context, options.max_tokens)
 
 
 def _run(arm: Arm, scratch: Path) -> Result:
@@ -143,7 +153,7 @@ def _run(arm: Arm, scratch: Path) -> Result:
         )
     if status.returncode != 0:
         _say("")
-        sys.exit(f"{log.read_text()}\nwmtp demo: this arm failed; its log is above.")
+        sys.exit(f"{log.read_text()}\nwmtp demo: {arm.title} failed; its log is above.")
     return Result(**json.loads(response.read_text()))
 
 
@@ -219,29 +229,33 @@ def _prompt(tokenizer: Any, length: int) -> list[int]:
 
 def _table(options: argparse.Namespace, results: dict[str, Result]) -> str:
     reference = results["none"]
-    rows = [["", "output", "AL", "draft KV tokens read", "draft KV", "KV capacity", "time"]]
-    for arm, result in results.items():
+    rows = [["", "output", "AL", "draft reads a step", "draft KV", "KV capacity", "time"]]
+    for method, result in results.items():
         identical = "yes" if result.answers == reference.answers else "no"
         al, read = result.acceptance_length, result.draft_tokens_read
         rows.append(
             [
-                ARMS[arm],
+                ARMS[method],
                 f"identical: {identical}",
                 "-" if al is None else f"{al:.2f}",
-                "-" if read is None else f"{read:,} a step",
-                f"{result.draft_kv_bytes / 2**20:.1f} MiB",
+                "-" if read is None else f"{read:,} tokens",
+                f"{result.draft_kv_bytes / 2**20:.1f} MiB" if result.draft_kv_bytes else "-",
                 f"{result.kv_capacity:,} tokens",
                 f"{result.seconds:.1f} s",
             ]
         )
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
+    aligned = "  ".join(
+        f"{{:{'<' if column < 2 else '>'}{width}}}" for column, width in enumerate(widths)
+    )
+    lines = [aligned.format(*row) for row in rows]
     lines += [
         "",
         f"Prompts of {', '.join(f'{n:,}' for n in options.context)} tokens, "
         f"{options.max_tokens} generated each, greedy; K = {options.num_speculative_tokens}, "
         f"W = {options.draft_window_size}, S = {options.draft_sink_size}.",
-        "AL: tokens per step. The time is of one run, and no measurement of speed.",
+        "AL: tokens per step. Draft reads: KV of one request, at most. The time is of one run, and "
+        "no measurement of speed.",
     ]
     if any(result.answers != reference.answers for result in results.values()):
         lines += [

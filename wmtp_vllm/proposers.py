@@ -89,6 +89,7 @@ def _ring_spec(
 ) -> KVCacheSpec:
     native = native_spec_of(vllm_config)
     sizes = backend.get_supported_kernel_block_sizes(native)
-    ring = RingSpec.replacing(native, sizes, window, sink, num_speculative_tokens)
+    unit = vllm_config.cache_config.prefix_match_unit
+    ring = RingSpec.replacing(native, sizes, window, sink, num_speculative_tokens, unit)
     # The runner customises the spec that it gets from a layer; the budget compares like with like.
     return replace(ring, native=backend.customize_spec(native))

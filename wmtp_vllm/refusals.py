@@ -10,6 +10,7 @@ from typing import Any
 
 from vllm.logger import init_logger
 
+from wmtp_vllm import seams
 from wmtp_vllm.config import METHOD, WindowedMTPConfig
 
 logger = init_logger("vllm.wmtp_vllm.refusals")
@@ -51,7 +52,7 @@ def before_config(
         offloading = engine_args.kv_offloading_size
         if connector is not None or offloading:
             found = (
-                f"kv_transfer_config with {connector.kv_connector}"
+                f"kv_transfer_config with {getattr(connector, 'kv_connector', connector)}"
                 if connector is not None
                 else f"kv_offloading_size={offloading}"
             )
@@ -59,10 +60,13 @@ def before_config(
                 f"{METHOD} cannot transfer KV while the draft's KV is in a ring, which holds no "
                 f'whole prefix; found {found}. Set "draft_kv_cache": "full", or remove it.'
             )
-    if engine_args.kv_cache_dtype not in UNQUANTIZED_KV:
+    # "auto" is what the checkpoint's quantization says.
+    dtype = seams.original("resolve_kv_cache_dtype_string")(engine_args.kv_cache_dtype, target)
+    if dtype not in UNQUANTIZED_KV:
         raise ValueError(
-            f"{METHOD} does not handle quantized KV caches yet; found "
-            f"kv_cache_dtype={engine_args.kv_cache_dtype!r}. Use 'auto', or method \"mtp\"."
+            f"{METHOD} does not handle quantized KV caches yet; found kv_cache_dtype={dtype!r}"
+            f"{' in the checkpoint' if engine_args.kv_cache_dtype == 'auto' else ''}. Use the "
+            "model's own type, such as 'bfloat16', or method \"mtp\"."
         )
     draft_dtype = vllm_keys.get("kv_cache_dtype") or "auto"
     if draft_dtype not in UNQUANTIZED_KV:
@@ -70,7 +74,8 @@ def before_config(
             f"{METHOD} does not handle quantized draft KV yet; found speculative_config "
             f'kv_cache_dtype={draft_dtype!r}. Remove it, or use method "mtp".'
         )
-    _refuse_without_mtp_weights(target, engine_args)
+    if engine_args.load_format != "dummy":
+        _refuse_without_mtp_weights(target, vllm_keys.get("model"))
 
 
 def after_config(
@@ -83,6 +88,12 @@ def after_config(
 
     """
     draft = speculative_config.draft_model_config
+    if speculative_config.method != "mtp":
+        raise ValueError(
+            f"{METHOD} needs an MTP head, but vLLM took {draft.model} for a draft of method "
+            f"{speculative_config.method!r}, by its name or its configuration. Give it a name that "
+            f"does not say {speculative_config.method!r}, or use that method."
+        )
     reasons = (
         (
             draft.use_mla,
@@ -123,18 +134,26 @@ def after_config(
         )
 
 
-def _refuse_without_mtp_weights(target: Any, engine_args: Any) -> None:
+def without_mtp_head(target: Any) -> ValueError:
+    """The refusal of a model that vLLM knows no MTP head for."""
+    found = ", ".join(target.architectures)
+    return ValueError(
+        f"{METHOD} needs a model that has an MTP head which vLLM can run; found {found}, whose "
+        "configuration names none. Use a model that has one, or another method."
+    )
+
+
+def _refuse_without_mtp_weights(target: Any, draft_model: str | None) -> None:
     """vLLM itself would load an untrained head, and then accept nothing."""
-    if engine_args.load_format == "dummy":
-        return
-    names = checkpoint_tensor_names(target.model_weights or target.model)
+    model = draft_model or target.model_weights or target.model
+    names = checkpoint_tensor_names(model, None if draft_model else target.revision)
     if names is None:
         logger.debug("no local safetensors checkpoint to look for MTP weights in")
         return
     num_layers = target.get_total_num_hidden_layers()
     if not any(is_mtp_tensor(name, num_layers) for name in names):
         raise ValueError(
-            f"{METHOD} needs the model's own MTP head, but the checkpoint {target.model} has no MTP "
+            f"{METHOD} needs the model's own MTP head, but the checkpoint {model} has no MTP "
             f"weights: none of its {len(names)} tensors is named for an MTP module or for a layer "
             f"past its {num_layers}. Some repackaged checkpoints leave the head out. Use one that "
             "has it, or no speculative decoding."
@@ -156,11 +175,11 @@ def is_mtp_tensor(name: str, num_hidden_layers: int) -> bool:
     return False
 
 
-def checkpoint_tensor_names(model: str) -> set[str] | None:
+def checkpoint_tensor_names(model: str, revision: str | None = None) -> set[str] | None:
     """Names of all tensors in a local safetensors checkpoint; None where there is none to read."""
     folder = Path(model)
     if not folder.is_dir():
-        folder_or_none = _hub_folder(model)
+        folder_or_none = _hub_folder(model, revision)
         if folder_or_none is None:
             return None
         folder = folder_or_none
@@ -179,12 +198,12 @@ def checkpoint_tensor_names(model: str) -> set[str] | None:
     return names
 
 
-def _hub_folder(model: str) -> Path | None:
+def _hub_folder(model: str, revision: str | None) -> Path | None:
     """Where a model of the hub lies in the local cache, if its weights' index or file is there."""
     from huggingface_hub import try_to_load_from_cache
 
     for name in ("model.safetensors.index.json", "model.safetensors"):
-        found = try_to_load_from_cache(model, name)
+        found = try_to_load_from_cache(model, name, revision=revision)
         if isinstance(found, str):
             return Path(found).parent
     return None

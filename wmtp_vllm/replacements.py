@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from wmtp_vllm import seams
-from wmtp_vllm.config import METHOD
+from wmtp_vllm.config import METHOD, deselected
 
 Function = Any
 """A function of vLLM."""
@@ -17,8 +17,10 @@ Function = Any
 def create_speculative_config(
     original: Function, engine_args: Any, target_model_config: Any, target_parallel_config: Any
 ) -> Any:
-    method = engine_args.spec_method or (engine_args.speculative_config or {}).get("method")
-    if method != METHOD:
+    # In every process, also of a vLLM that is no tested one: ask for nothing that may be missing.
+    method = getattr(engine_args, "spec_method", None)
+    if (method or (engine_args.speculative_config or {}).get("method")) != METHOD:
+        engine_args.additional_config = deselected(engine_args.additional_config)
         return original(engine_args, target_model_config, target_parallel_config)
     from wmtp_vllm import selection
 

@@ -9,7 +9,7 @@ seam is needed, and `wmtp_vllm/replacements.py` is what stands in their places.
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,6 +130,12 @@ SEAMS = (
         "vllm_config kv_cache_config",
     ),
     _same(
+        "resolve_kv_cache_dtype_string",
+        "called",
+        "vllm.utils.torch_utils:resolve_kv_cache_dtype_string",
+        "kv_cache_dtype model_config",
+    ),
+    _same(
         "num_blocks_of",
         "overridden",
         "vllm.v1.kv_cache_interface:KVCacheConfig.num_blocks_of",
@@ -183,7 +189,7 @@ def minor_version() -> str:
 
     """
     version = vllm_version()
-    minor = ".".join(version.split(".")[:2])
+    minor = _minor(version)
     if minor not in VERSIONS:
         raise UnsupportedVLLM(
             f"windowed_mtp runs in vLLM {' and '.join(f'{v}.x' for v in VERSIONS)}, but "
@@ -191,6 +197,10 @@ def minor_version() -> str:
             'vLLM, a newer wmtp-vllm, or select method "mtp".'
         )
     return minor
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
 
 
 def check() -> list[Verdict]:
@@ -211,22 +221,31 @@ def apply() -> None:
         UnsupportedVLLM: vLLM is not a tested release, or a seam is not as expected.
 
     """
-    _put_in_place([seam for seam in SEAMS if seam.use in ("selects", "wrapped")], check())
+    _refuse_misfits(check())
     from wmtp_vllm.kv_manager import manager
 
     manager.register()
+    _put_in_place(("selects", "wrapped"), minor_version())
 
 
 def apply_selection() -> None:
     """Put only the seams in place that recognise the method name. Idempotent.
 
+    In a release that is not a tested one too, if it has them: whoever selects the method there is
+    told what is wrong by `apply`.
+
     Raises:
-        UnsupportedVLLM: vLLM is not a tested release, or one of these seams is not as expected.
+        UnsupportedVLLM: one of these seams is not as expected.
 
     """
-    minor = minor_version()
+    minor = _minor(vllm_version())
+    if minor not in VERSIONS:
+        minor = VERSIONS[-1]
     seams = [seam for seam in SEAMS if seam.use == "selects"]
-    _put_in_place(seams, [_verdict(s, place, minor) for s in seams for place in s.places[minor]])
+    _refuse_misfits(
+        [_verdict(seam, place, minor) for seam in seams for place in seam.places[minor]]
+    )
+    _put_in_place(("selects",), minor)
 
 
 def original(name: str) -> Callable[..., Any]:
@@ -236,7 +255,7 @@ def original(name: str) -> Callable[..., Any]:
     return _unwrapped(getattr(owner, attribute))
 
 
-def _put_in_place(seams: Sequence[Seam], verdicts: Sequence[Verdict]) -> None:
+def _refuse_misfits(verdicts: Sequence[Verdict]) -> None:
     problems = [f"{verdict.place}: {verdict.problem}" for verdict in verdicts if verdict.problem]
     if problems:
         raise UnsupportedVLLM(
@@ -244,11 +263,13 @@ def _put_in_place(seams: Sequence[Seam], verdicts: Sequence[Verdict]) -> None:
             "else may have patched it, or this build differs from the release. `wmtp check` prints "
             'all seams. Install an unchanged supported vLLM, or select method "mtp".'
         )
+
+
+def _put_in_place(uses: Collection[str], minor: str) -> None:
     from wmtp_vllm import replacements
 
-    minor = minor_version()
-    for seam in seams:
-        for place in seam.places[minor]:
+    for seam in SEAMS:
+        for place in seam.places[minor] if seam.use in uses else ():
             _replace(*_locate(place), getattr(replacements, seam.name))
 
 
@@ -286,6 +307,8 @@ def _verdict(seam: Seam, place: str, minor: str) -> Verdict:
         found = _unwrapped(getattr(owner, attribute))
     except (ImportError, AttributeError) as error:
         return Verdict(seam, place, f"not found ({error})")
+    if not callable(found):
+        return Verdict(seam, place, f"is no function: {found!r}")
     parameters = tuple(inspect.signature(found).parameters)
     if parameters != seam.parameters[minor]:
         return Verdict(

@@ -6,7 +6,7 @@ from typing import Any
 from vllm.logger import init_logger
 
 from wmtp_vllm import draft_rope, refusals, seams
-from wmtp_vllm.config import METHOD, Selection, split_keys
+from wmtp_vllm.config import METHOD, Selection, refuse_foreign, split_keys
 
 logger = init_logger("vllm.wmtp_vllm.selection")
 
@@ -25,25 +25,21 @@ def create_speculative_config(
     from vllm.config import SpeculativeConfig
 
     seams.apply()
-    asked = {k.replace("-", "_"): v for k, v in (engine_args.speculative_config or {}).items()}
-    if engine_args.spec_method and "method" in asked:
-        raise ValueError(
-            "--spec-method and --speculative-config['method'] are mutually exclusive: give one."
-        )
-    asked["method"] = METHOD
-    if engine_args.spec_tokens is not None:
-        asked.setdefault("num_speculative_tokens", engine_args.spec_tokens)
-    config, vllm_keys = split_keys(asked, SpeculativeConfig)
+    refuse_foreign(engine_args.additional_config)
+    config, vllm_keys = split_keys(_asked(engine_args), SpeculativeConfig)
     if config.draft_kv_cache == "ring":
         # vLLM drops the last block of a prefix hit, for the draft to rebuild the KV that it shares
         # with other requests there. A ring shares none, so the target keeps its whole hit.
-        vllm_keys["disable_eagle_block_drop"] = True
+        vllm_keys.setdefault("disable_eagle_block_drop", True)
     refusals.before_config(config, vllm_keys, engine_args, target_model_config)
 
     normalised = copy.copy(engine_args)
     normalised.speculative_config = vllm_keys
-    normalised.spec_method = normalised.spec_tokens = None
-    speculative_config = original(normalised, target_model_config, target_parallel_config)
+    normalised.spec_method = normalised.spec_model = normalised.spec_tokens = None
+    try:
+        speculative_config = original(normalised, target_model_config, target_parallel_config)
+    except (NotImplementedError, ZeroDivisionError) as error:
+        raise refusals.without_mtp_head(target_model_config) from error
     draft_rope.follow_target(speculative_config, target_model_config)
     refusals.after_config(config, speculative_config, engine_args, target_model_config)
 
@@ -52,3 +48,22 @@ def create_speculative_config(
         METHOD: Selection(config.model_dump()),
     }
     return speculative_config
+
+
+def _asked(engine_args: Any) -> dict[str, Any]:
+    """The user's keys, of the dictionary and of vLLM's three flags for the most common ones."""
+    asked = {k.replace("-", "_"): v for k, v in (engine_args.speculative_config or {}).items()}
+    for flag, key, value in (
+        ("--spec-method", "method", engine_args.spec_method),
+        ("--spec-model", "model", engine_args.spec_model),
+        ("--spec-tokens", "num_speculative_tokens", engine_args.spec_tokens),
+    ):
+        if value is None:
+            continue
+        if key in asked:
+            raise ValueError(
+                f"{flag} {value} and {key!r}: {asked[key]!r} in the speculative config are "
+                "mutually exclusive: give one."
+            )
+        asked[key] = value
+    return asked

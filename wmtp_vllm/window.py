@@ -101,6 +101,20 @@ class Window:
             ceil_div(max_model_len, self.block_size),
         )
 
+    def max_pool_blocks(
+        self,
+        num_requests: int,
+        num_speculative_tokens: int,
+        in_flight_tokens: int,
+        max_model_len: int,
+    ) -> int:
+        """Most blocks that `num_requests` hold together while `in_flight_tokens` of them all are
+        scheduled but not processed, however these are spread and every window is aligned."""
+        window_tokens = self.size + num_speculative_tokens + self.block_size - 1
+        held = num_requests * (self.sink_blocks + 1)
+        held += (num_requests * window_tokens + in_flight_tokens) // self.block_size
+        return min(held, num_requests * ceil_div(max_model_len, self.block_size))
+
     def _max_blocks_across(self, tokens: int) -> int:
         """Most blocks that `tokens` consecutive positions touch, at the worst alignment."""
         return ceil_div(tokens - 1, self.block_size) + 1
