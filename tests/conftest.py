@@ -20,6 +20,7 @@ os.environ |= {
 }
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,16 @@ import torch
 
 RUNNER = "V2" if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1" else "V1"
 NO_GPU = "no GPU here"
+
+
+def pytest_configure() -> None:
+    """Refuse a half-set environment: it would test the other runner, or fail far from the cause."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton_interpreter")
+    if not torch.cuda.is_available() and bool(interpreted) != (RUNNER == "V2"):
+        raise pytest.UsageError(
+            "On a CPU, VLLM_USE_V2_MODEL_RUNNER=1 and TRITON_INTERPRET=1 with "
+            "tests/support/triton_interpreter on PYTHONPATH go together: see `make test-v2`."
+        )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
