@@ -52,6 +52,9 @@ def windowed_backend(
     native_builder = native.get_builder_cls()
 
     class WindowedMetadataBuilder(native_builder):  # type: ignore[misc, valid-type]
+        # That shortcut would put another group's logical table into compact metadata.
+        supports_update_block_table = False
+
         def __init__(
             self,
             kv_cache_spec: AttentionSpec,
