@@ -356,6 +356,9 @@ class FakeLayer(Attention):
         return self.spec
 
 
+ENGINE: Any = SimpleNamespace(cache_config=SimpleNamespace(prefix_match_unit=None))
+
+
 def equip(layer: Any, **keys: Any) -> None:
     """What happens to a draft's layer after loading."""
     own = WindowedMTPConfig(**{"draft_window_size": 256, "draft_sink_size": 32} | keys)
@@ -381,7 +384,7 @@ class TestDraftLayers:
     def test_full_attention_gets_window_and_sink(self, warnings: list[str]) -> None:
         layer = FakeLayer(FullAttentionSpec(**shape()))
         equip(layer)
-        ring = layer.get_kv_cache_spec(None)
+        ring = layer.get_kv_cache_spec(ENGINE)
         assert isinstance(ring, RingSpec)
         assert (ring.window, ring.sink) == (256, 32)
         assert not warnings
@@ -393,7 +396,7 @@ class TestDraftLayers:
         for _ in range(2):
             layer = FakeLayer(SlidingWindowSpec(**shape(sliding_window=own)), own)
             equip(layer)
-            ring = layer.get_kv_cache_spec(None)
+            ring = layer.get_kv_cache_spec(ENGINE)
             assert isinstance(ring, RingSpec)
             assert (ring.window, ring.sink) == (acts, 0)
         (warning,) = warnings
