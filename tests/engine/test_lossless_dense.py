@@ -4,6 +4,7 @@ Equality alone proves little: it holds with a broken drafter. So each case also 
 against native MTP, and a negative control shows that this assertion can fail.
 """
 
+import functools
 import random
 
 import pytest
@@ -42,40 +43,47 @@ def prompts_for(window: int, sink: int) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def plain(tiny_model):
-    """Plain decoding's answers for each window's prompts."""
-    with engine(tiny_model("dense"), **ENGINE, max_num_batched_tokens=4096) as running:
-        return {ws: running.generate(prompts_for(*ws), MAX_TOKENS) for ws in WINDOWS}
+    """Plain decoding's answers to a window's prompts."""
+
+    @functools.cache
+    def answers(window: tuple[int, int]) -> list[list[int]]:
+        with engine(tiny_model("dense"), **ENGINE, max_num_batched_tokens=4096) as running:
+            return running.generate(prompts_for(*window), MAX_TOKENS)
+
+    return answers
 
 
-@pytest.fixture(scope="module")
-def native_acceptance(tiny_model):
-    """Native MTP's AL by K and window, for the windows that the acceptance is asserted for."""
-    acceptance = {}
-    for k in KS:
-        with engine(
-            tiny_model("dense"), native(k), **ENGINE, max_num_batched_tokens=4096
-        ) as running:
-            for ws in WINDOWS[2:]:
-                running.generate(prompts_for(*ws), MAX_TOKENS)
-                acceptance[k, ws] = running.acceptance_length()
-    return acceptance
+def native_acceptance(model: str, k: int, window: tuple[int, int]) -> float:
+    with engine(model, native(k), **ENGINE, max_num_batched_tokens=4096) as running:
+        running.generate(prompts_for(*window), MAX_TOKENS)
+        return running.acceptance_length()
+
+
+@pytest.mark.parametrize("k", [1, pytest.param(3, marks=pytest.mark.next), 7])
+@pytest.mark.parametrize("window", WINDOWS[:2], ids=str)
+def test_output_is_plain_decodings_where_the_window_cuts_into_what_the_draft_needs(
+    tiny_model, plain, k, window
+):
+    check_lossless(tiny_model("dense"), plain, k, window)
 
 
 @pytest.mark.parametrize("k", KS)
-@pytest.mark.parametrize("ws", WINDOWS, ids=str)
-def test_output_is_plain_decodings_and_acceptance_is_native_mtps(
-    tiny_model, plain, native_acceptance, k, ws
-):
-    assert len(plain[ws]) >= 12
-    chunk = CHUNKS[k, ws[0]]
-    with engine(
-        tiny_model("dense"), windowed(k, *ws), **ENGINE, max_num_batched_tokens=chunk
-    ) as running:
-        assert running.generate(prompts_for(*ws), MAX_TOKENS) == plain[ws]
+@pytest.mark.parametrize("window", WINDOWS[2:], ids=str)
+def test_output_is_plain_decodings_and_acceptance_is_native_mtps(tiny_model, plain, k, window):
+    acceptance = check_lossless(tiny_model("dense"), plain, k, window)
+    expected = native_acceptance(tiny_model("dense"), k, window)
+    assert acceptance == pytest.approx(expected, rel=0.1)
+
+
+def check_lossless(model: str, plain, k: int, window: tuple[int, int]) -> float:
+    chunk = CHUNKS[k, window[0]]
+    with engine(model, windowed(k, *window), **ENGINE, max_num_batched_tokens=chunk) as running:
+        answers = running.generate(prompts_for(*window), MAX_TOKENS)
         acceptance = running.acceptance_length()
-    if ws[0] >= 256:
-        assert acceptance == pytest.approx(native_acceptance[k, ws], rel=0.1)
-    print(f"K={k} W={ws[0]} S={ws[1]} chunk={chunk}: AL {acceptance:.3f}", end=" ")
+    assert len(answers) >= 12
+    assert answers == plain(window)
+    print(f"K={k} W={window[0]} S={window[1]} chunk={chunk}: AL {acceptance:.3f}", end=" ")
+    return acceptance
 
 
 def test_chunks_smaller_and_larger_than_every_window_are_covered():
@@ -86,11 +94,11 @@ def test_chunks_smaller_and_larger_than_every_window_are_covered():
 
 def test_corrupted_drafts_leave_output_equal_and_acceptance_at_one(tiny_model, plain, monkeypatch):
     """Negative control: equality cannot tell a broken drafter, the acceptance can."""
-    ws = (96, 40)
-    with engine(tiny_model("dense"), windowed(3, *ws), **ENGINE) as running:
+    window = (96, 40)
+    with engine(tiny_model("dense"), windowed(3, *window), **ENGINE) as running:
         proposer_class, name = corrupt_drafts(monkeypatch, running)
         assert name in vars(proposer_class)
-        assert running.generate(prompts_for(*ws), MAX_TOKENS) == plain[ws]
+        assert running.generate(prompts_for(*window), MAX_TOKENS) == plain(window)
         assert running.acceptance_length() < 1.05
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.engine import Engine, engine, native, windowed
 
-pytestmark = [pytest.mark.engine, pytest.mark.v2]
+pytestmark = [pytest.mark.engine, pytest.mark.v2, pytest.mark.next]
 
 BLOCK, MAX_TOKENS = 32, 8
 CACHING = {"enable_prefix_caching": True, "max_num_batched_tokens": 256}

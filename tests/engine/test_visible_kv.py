@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.engine import Engine, engine, windowed
 
-pytestmark = [pytest.mark.engine, pytest.mark.v2]
+pytestmark = [pytest.mark.engine, pytest.mark.v2, pytest.mark.next]
 
 K, W, S, BLOCK = 7, 256, 128, 32
 REPEATED = 16  # tokens of the text that the prompt repeats
