@@ -95,10 +95,11 @@ def test_chunks_smaller_and_larger_than_every_window_are_covered():
 def test_corrupted_drafts_leave_output_equal_and_acceptance_at_one(tiny_model, plain, monkeypatch):
     """Negative control: equality cannot tell a broken drafter, the acceptance can."""
     window = (96, 40)
+    expected = plain(window)
     with engine(tiny_model("dense"), windowed(3, *window), **ENGINE) as running:
         proposer_class, name = corrupt_drafts(monkeypatch, running)
         assert name in vars(proposer_class)
-        assert running.generate(prompts_for(*window), MAX_TOKENS) == plain(window)
+        assert running.generate(prompts_for(*window), MAX_TOKENS) == expected
         assert running.acceptance_length() < 1.05
 
 
