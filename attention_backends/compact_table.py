@@ -30,7 +30,7 @@ def compact_table(
         query_start_loc: [num_reqs + 1] int32, cumulative query lengths.
         window: in blocks of the size that `block_table` lists.
         num_null_blocks: block ids below this stand for KV that is not held, and are left out.
-        out_table: [num_reqs, width] int32, contiguous rows; unused entries become 0.
+        out_table: [num_reqs, width] int32, each row contiguous; unused entries become 0.
         out_lens: [num_reqs] int32, tokens in the kept blocks.
 
     """
@@ -55,7 +55,7 @@ def compact_table(
         num_null_blocks,
         width,
         BLOCK_SIZE=window.block_size,
-        CHUNK=min(1024, triton.next_power_of_2(width)),
+        CHUNK=256,
     )
 
 
@@ -84,7 +84,8 @@ def compact_table_reference(
     return table, lens
 
 
-@triton.jit
+# Not compiled anew for sizes that are 1 or a multiple of 16: they change while serving.
+@triton.jit(do_not_specialize=["window_size", "sink_blocks", "num_null_blocks", "width"])
 def _compact_table_kernel(  # type: ignore[no-untyped-def]
     block_table,
     block_table_stride,

@@ -102,7 +102,7 @@ class Compactor:
             ceil_div(vllm_config.model_config.max_model_len + 128, window.block_size),
         )
         self.table = torch.zeros(
-            scheduler.max_num_seqs * max_width, dtype=torch.int32, device=device
+            scheduler.max_num_seqs, max_width, dtype=torch.int32, device=device
         )
         self.lens = torch.zeros(scheduler.max_num_seqs, dtype=torch.int32, device=device)
 
@@ -116,7 +116,8 @@ class Compactor:
         width = min(
             window.max_kept_blocks(logical.max_query_len), logical.block_table_tensor.shape[1]
         )
-        table = self.table[: num_reqs * width].view(num_reqs, width)
+        # Rows are a fixed distance apart: a captured graph reads them by the distance at capture.
+        table = self.table[:num_reqs, :width]
         lens = self.lens[:num_reqs]
         compact_table(
             logical.block_table_tensor[:num_reqs],

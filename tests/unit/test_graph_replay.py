@@ -132,6 +132,18 @@ def test_a_replayed_update_leaves_what_a_fresh_build_would(window):
                 assert metadata.block_table[row, : len(ids)].tolist() == ids
 
 
+def test_rows_keep_their_address_and_distance_whatever_the_queries():
+    """A graph captured at one query length is replayed for batches of shorter queries too."""
+    inputs, captured = Inputs(), builder_for(Window(256, 64, BLOCK))
+    inputs.randomize(random.Random(0), MAX_REQS)
+    places = set()
+    for queries in (1, 8, 60):
+        logical = inputs.logical().replace(max_query_len=queries)
+        table = captured.build(0, logical).block_table
+        places.add((table.data_ptr(), table.stride()))
+    assert len(places) == 1
+
+
 def test_without_the_update_the_comparison_fails():
     """Negative control: metadata that is not refreshed is stale."""
     inputs, captured = Inputs(), builder_for(Window(256, 64, BLOCK))

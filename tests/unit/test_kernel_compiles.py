@@ -24,7 +24,7 @@ def compile_for(name: str) -> dict[str, int]:
     from wmtp_vllm.attention_backends import compact_table
 
     kernel = compact_table._compact_table_kernel
-    constants = {"BLOCK_SIZE": 16, "CHUNK": 512}
+    constants = {"BLOCK_SIZE": 16, "CHUNK": 256}
     tensors = {"block_table", "seq_lens", "query_start_loc", "out_table", "out_lens"}
     signature = {
         argument: "constexpr" if argument in constants else "*i32" if argument in tensors else "i32"
