@@ -101,10 +101,11 @@ class Compactor:
             # Rows can be padded, to at most 128 tokens more.
             ceil_div(vllm_config.model_config.max_model_len + 128, window.block_size),
         )
-        self.table = torch.zeros(
-            scheduler.max_num_seqs, max_width, dtype=torch.int32, device=device
-        )
-        self.lens = torch.zeros(scheduler.max_num_seqs, dtype=torch.int32, device=device)
+        # A batch padded to a captured size can have more rows than there are sequences.
+        captured = vllm_config.compilation_config.max_cudagraph_capture_size or 0
+        max_num_reqs = max(scheduler.max_num_seqs, captured)
+        self.table = torch.zeros(max_num_reqs, max_width, dtype=torch.int32, device=device)
+        self.lens = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
 
     def compact(self, logical: CommonAttentionMetadata) -> CommonAttentionMetadata:
         """The metadata of the same batch with table, lengths and bounds of the kept blocks.

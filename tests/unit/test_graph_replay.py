@@ -102,6 +102,7 @@ def builder_for(window: Window):
     vllm_config = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=MAX_REQS, max_num_batched_tokens=64),
         model_config=SimpleNamespace(max_model_len=MAX_LEN),
+        compilation_config=SimpleNamespace(max_cudagraph_capture_size=None),
     )
     spec = SimpleNamespace(block_size=BLOCK)
     return backend.get_builder_cls()(spec, ["draft"], vllm_config, torch.device("cpu"))
