@@ -81,7 +81,7 @@ def compact_table_reference(
     order = torch.argsort(~keep, dim=1, stable=True)
     table = torch.where(keep, ids, 0).gather(1, order)
     lens = seq_lens - (end - keep.sum(1, dtype=seq_lens.dtype)) * b
-    return table, lens
+    return table, lens.clamp(min=0)  # a dummy row may hold nothing, not even its own tokens
 
 
 # Not compiled anew for sizes that are 1 or a multiple of 16: they change while serving.
@@ -124,4 +124,4 @@ def _compact_table_kernel(  # type: ignore[no-untyped-def]
     for start in range(0, width, CHUNK):
         column = start + tl.arange(0, CHUNK)
         tl.store(target + column, 0, mask=(column >= num_kept) & (column < width))
-    tl.store(out_lens + row, length - (end - num_kept) * BLOCK_SIZE)
+    tl.store(out_lens + row, tl.maximum(length - (end - num_kept) * BLOCK_SIZE, 0))

@@ -98,8 +98,7 @@ class Compactor:
         self.num_null_blocks = num_null_blocks
         max_width = min(
             window.max_kept_blocks(scheduler.max_num_batched_tokens),
-            # Rows can be padded, to at most 128 tokens more.
-            ceil_div(vllm_config.model_config.max_model_len + 128, window.block_size),
+            ceil_div(vllm_config.model_config.max_model_len, window.block_size),
         )
         # A batch padded to a captured size can have more rows than there are sequences.
         captured = vllm_config.compilation_config.max_cudagraph_capture_size or 0
@@ -115,7 +114,9 @@ class Compactor:
         window = self.window
         num_reqs = logical.num_reqs
         width = min(
-            window.max_kept_blocks(logical.max_query_len), logical.block_table_tensor.shape[1]
+            window.max_kept_blocks(logical.max_query_len),
+            logical.block_table_tensor.shape[1],
+            self.table.shape[1],
         )
         # Rows are a fixed distance apart: a captured graph reads them by the distance at capture.
         table = self.table[:num_reqs, :width]
@@ -138,11 +139,9 @@ class Compactor:
         )
 
     def _cpu_upper_bound(self, logical: CommonAttentionMetadata) -> torch.Tensor | None:
-        """Compact lengths by the host's knowledge; exact where its own are and no block is null."""
+        """The host's bound on the compact lengths: of the logical ones, and of the kept blocks."""
         lengths = logical.seq_lens_cpu_upper_bound
         if lengths is None:
             return None
         starts = logical.query_start_loc_cpu[: len(lengths) + 1]
-        b, sink = self.window.block_size, self.window.sink_blocks
-        first = ((lengths - (starts[1:] - starts[:-1]) - self.window.size + 1) // b).clamp(min=sink)
-        return lengths - (first - sink) * b
+        return torch.minimum(lengths, self.window.max_compact_length(0) + starts.diff())

@@ -1,4 +1,4 @@
-"""Memory planning: the target as if it had no draft, then the ring pool at the tail.
+"""Memory planning: the target as if it had no draft, in what the ring pool leaves.
 
 A draft that shares vLLM's cache groups is a trap: on hybrid models it changes the group size and can
 cost the target a large part of its pool, or it pads every draft block to the width of the widest
@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     KVCacheSpec,
     KVCacheTensor,
+    MambaSpec,
 )
 
 from wmtp_vllm.kv_manager.spec import RingSpec
@@ -87,6 +88,7 @@ def get_kv_cache_configs(
         return original(vllm_config, kv_cache_specs, available_memory, *global_groups)
 
     _refuse_hits_inside_ring_blocks(vllm_config, rings)
+    _refuse_copies_of_packed_blocks(vllm_config, kv_cache_specs)
     native = _native_plans(planner, vllm_config, kv_cache_specs, available_memory)
     pool_blocks = _pool_blocks(vllm_config, rings, min(plan.num_blocks for plan in native))
     rings = [
@@ -115,7 +117,12 @@ def append_ring(
     layer_names: list[str],
     spec: RingSpec,
 ) -> RingKVCacheConfig:
-    """The plan `target` with the ring's group and its tensors added behind the target's bytes."""
+    """The plan `target` with the ring's group added, and its tensors in front of the target's bytes.
+
+    In front: vLLM's warm-up and dummy runs take block ids for all groups from the target's range,
+    beyond the ring pool. Such an id then means bytes of the target, which nothing uses yet, and not
+    bytes behind the allocation.
+    """
     group = KVCacheGroupSpec(layer_names, spec)
     tensors = list(target.kv_cache_tensors)
     if layer_names:
@@ -125,10 +132,10 @@ def append_ring(
         assert ring.num_blocks == spec.pool_blocks, (ring.num_blocks, spec)
         # The caches of all layers are views of one allocation, and of 256 bytes' alignment, which
         # GPU kernels may assume of a cache's address.
-        target_size = ceil_div(max((t.size for t in tensors), default=0), 256) * 256
-        size = target_size + ring.kv_cache_tensors[0].size
-        tensors = [replace(t, size=size) for t in tensors] + [
-            replace(t, size=size, offset=target_size + t.offset) for t in ring.kv_cache_tensors
+        ring_size = ceil_div(ring.kv_cache_tensors[0].size, 256) * 256
+        size = ring_size + max((t.size for t in tensors), default=0)
+        tensors = [replace(t, size=size, offset=ring_size + t.offset) for t in tensors] + [
+            replace(t, size=size) for t in ring.kv_cache_tensors
         ]
     values = {field.name: getattr(target, field.name) for field in fields(target)}
     values |= {
@@ -209,6 +216,19 @@ def _refuse_hits_inside_ring_blocks(
         )
 
 
+def _refuse_copies_of_packed_blocks(vllm_config: VllmConfig, kv_cache_specs: list[Specs]) -> None:
+    """vLLM copies a packed block whole only where blocks are all that the allocation holds."""
+    cache_config = vllm_config.cache_config
+    layout = cache_config.get_resolved_kv_cache_layout()
+    is_hybrid = any(isinstance(s, MambaSpec) for specs in kv_cache_specs for s in specs.values())
+    if layout.is_block_outermost and is_hybrid and cache_config.enable_prefix_caching:
+        raise ValueError(
+            f"windowed_mtp: with a ring, prefix caching of a hybrid model needs a KV cache layout "
+            f"whose outermost dimension is the layer; found {layout.name}. Set "
+            'VLLM_KV_CACHE_LAYOUT=LBNHC, turn prefix caching off, or set "draft_kv_cache": "full".'
+        )
+
+
 def _pool_blocks(
     vllm_config: VllmConfig, rings: Sequence[dict[str, RingSpec]], native_num_blocks: int
 ) -> int:
@@ -235,7 +255,7 @@ def _pool_blocks(
         logger.warning(
             "windowed_mtp: the ring pool is capped at %d blocks, what native MTP would have spent "
             "on the draft; %d would let max_num_seqs=%d requests run at once. Requests beyond that "
-            "wait. Lower max_num_seqs or draft_window_size if that is not wanted.",
+            "wait, or preempt one. Lower max_num_seqs or draft_window_size if that is not wanted.",
             affordable,
             wanted,
             vllm_config.scheduler_config.max_num_seqs,

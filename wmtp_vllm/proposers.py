@@ -58,6 +58,11 @@ def _equip_layer(vllm_config: VllmConfig, config: WindowedMTPConfig, name: str) 
             f"{type(layer).__name__} with a {type(native_spec).__name__}. It handles full and "
             'sliding-window attention with keys and values of its own. Use method "mtp".'
         )
+    if getattr(getattr(layer, "impl", None), "alibi_slopes", None) is not None:
+        raise ValueError(
+            f"windowed_mtp does not handle ALiBi, whose biases are distances that the compact table "
+            f'does not keep; found it in the draft layer {name}. Use method "mtp".'
+        )
     window, sink = config.draft_window_size, config.draft_sink_size
     if layer.sliding_window is not None:
         logger.warning_once(

@@ -68,6 +68,11 @@ def before_config(
             f"{' in the checkpoint' if engine_args.kv_cache_dtype == 'auto' else ''}. Use the "
             "model's own type, such as 'bfloat16', or method \"mtp\"."
         )
+    if vllm_keys.get("enable_adaptive_verification"):
+        raise ValueError(
+            f"{METHOD} has not been tried with adaptive verification; found "
+            'enable_adaptive_verification in the speculative config. Remove it, or use method "mtp".'
+        )
     draft_dtype = vllm_keys.get("kv_cache_dtype") or "auto"
     if draft_dtype not in UNQUANTIZED_KV:
         raise ValueError(

@@ -70,7 +70,7 @@ class Window:
         kept = self.kept_blocks(length, query_len)
         ids = [row[i] for i in kept if row[i] not in nulls]
         gap_blocks = ceil_div(length, self.block_size) - len(ids)
-        return ids, length - gap_blocks * self.block_size
+        return ids, max(0, length - gap_blocks * self.block_size)
 
     def max_kept_blocks(self, query_len: int) -> int:
         """Most blocks that a call with at most `query_len` queries a request can read."""

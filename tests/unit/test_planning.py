@@ -1,4 +1,4 @@
-"""The memory plan: the target's is vLLM's own, the ring's lies behind it and costs no more."""
+"""The memory plan: the target's is vLLM's own, the ring's lies before it and costs no more."""
 
 import pickle
 from collections.abc import Callable
@@ -65,8 +65,12 @@ def ring_bytes(config: KVCacheConfig) -> int:
     return spec.pool_blocks * spec.page_size_bytes * len(config.kv_cache_groups[-1].layer_names)
 
 
-def places(config: KVCacheConfig) -> list[tuple[Any, ...]]:
-    return [(t.layers, t.offset, t.layer_stride, t.block_stride) for t in config.kv_cache_tensors]
+def places(config: KVCacheConfig, shift: int = 0) -> list[tuple[Any, ...]]:
+    """Where each tensor's layers are, counted from `shift` bytes into the allocation."""
+    return [
+        (t.layers, t.offset - shift, t.layer_stride, t.block_stride)
+        for t in config.kv_cache_tensors
+    ]
 
 
 @each_target
@@ -81,13 +85,14 @@ def test_the_target_is_planned_as_vllm_plans_it_alone_with_the_memory_left(
     alone = plan(configure(None), without_rings(specs), left)
     assert planned.num_blocks == alone.num_blocks
     assert planned.kv_cache_groups[:-1] == alone.kv_cache_groups
-    assert places(planned)[:-1] == places(alone)
+    shift = min(tensor.offset for tensor in planned.kv_cache_tensors[:-1])
+    assert places(planned, shift)[:-1] == places(alone)
     assert all(tensor.size <= memory for tensor in planned.kv_cache_tensors)
 
 
 @each_target
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC", "BLNHC"])
-def test_the_ring_lies_behind_the_target_and_neither_touches_the_other(configure, target, layout):
+def test_the_ring_lies_before_the_target_and_neither_touches_the_other(configure, target, layout):
     config = configure()
     config.cache_config.kv_cache_layout = layout
     specs = TARGETS[target](config, 16)
@@ -99,8 +104,8 @@ def test_the_ring_lies_behind_the_target_and_neither_touches_the_other(configure
     for ring in rings.values():
         assert ring.untyped_storage().data_ptr() == storage.data_ptr()
         assert len(ring) == ring_of(planned).pool_blocks
-        assert ring.data_ptr() > max(cache.data_ptr() for cache in caches.values())
-    assert planned.kv_cache_tensors[-1].offset % 256 == 0
+        assert ring.data_ptr() < min(cache.data_ptr() for cache in caches.values())
+    assert min(t.offset for t in planned.kv_cache_tensors[:-1]) % 256 == 0
 
     for cache in caches.values():
         cache.fill_(1)
@@ -183,6 +188,25 @@ def test_draft_layers_with_different_caches_are_refused_in_words(configure):
         plan(config, specs, 16 * MIB)
 
 
+@each_target
+def test_every_block_id_of_the_target_is_within_the_allocation_for_the_ring_too(configure, target):
+    """vLLM's warm-up takes ids for all groups from the target's range, beyond a small ring pool."""
+    config = configure(max_num_seqs=1)
+    planned = plan(config, TARGETS[target](config, 16), 64 * MIB)
+    assert planned.num_blocks > ring_of(planned).pool_blocks
+    for tensor in planned.kv_cache_tensors:
+        last = tensor.offset + (planned.num_blocks - 1) * tensor.block_stride
+        last += (len(tensor.layers) - 1) * tensor.layer_stride
+        assert last + ring_of(planned).page_size_bytes <= tensor.size
+
+
+def test_packed_blocks_of_a_hybrid_model_with_prefix_caching_are_refused(configure):
+    config = configure(enable_prefix_caching=True)
+    config.cache_config.kv_cache_layout = "BLHNC"
+    with pytest.raises(ValueError, match=r"found BLHNC.*VLLM_KV_CACHE_LAYOUT=LBNHC"):
+        plan(config, hybrid_specs(config, 16), 16 * MIB)
+
+
 def test_the_block_override_concerns_the_target_only(configure):
     config = configure()
     planned = plan(config, dense_specs(config, 16), 16 * MIB)
@@ -190,8 +214,7 @@ def test_the_block_override_concerns_the_target_only(configure):
     overridden = plan(config, dense_specs(config, 16), 16 * MIB)
     assert overridden.num_blocks == 200 != planned.num_blocks
     assert ring_of(overridden) == ring_of(planned)
-    ring = overridden.kv_cache_tensors[-1]
-    assert ring.size == ring.offset + ring_bytes(overridden)
+    assert overridden.kv_cache_tensors[-1].offset == 0
 
 
 def test_pipeline_stages_agree_on_groups_and_blocks(configure):

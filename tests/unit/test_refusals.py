@@ -344,6 +344,13 @@ class TestDrafts:
             config_of(model, load_format="dummy")
 
 
+def test_adaptive_verification_is_refused(tiny_model: Callable[..., str]) -> None:
+    with pytest.raises(ValueError, match="enable_adaptive_verification in the speculative config"):
+        config_of(
+            tiny_model("dense"), windowed(3, 128, 16) | {"enable_adaptive_verification": True}
+        )
+
+
 class FakeLayer(Attention):
     """A draft's attention layer that has only what is looked at."""
 

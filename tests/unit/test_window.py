@@ -91,6 +91,11 @@ def test_nonsense_is_refused(size, sink, block):
         Window(size, sink, block)
 
 
+def test_a_row_without_any_block_holds_no_tokens():
+    """vLLM's dummy runs have such rows; a negative length would be nonsense to a kernel."""
+    assert Window(size=6, sink=5, block_size=4).compact_table([0] * 6, 21, 1) == ([], 0)
+
+
 def test_a_window_by_hand():
     # b = 4, S = 5 (blocks 0, 1), W = 6: the query at 20 sees 15..20, which begin in block 3.
     window = Window(size=6, sink=5, block_size=4)
