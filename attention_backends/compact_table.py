@@ -84,7 +84,8 @@ def compact_table_reference(
     return table, lens.clamp(min=0)  # a dummy row may hold nothing, not even its own tokens
 
 
-# Not compiled anew for sizes that are 1 or a multiple of 16: they change while serving.
+# Not compiled anew where a size is 1 or a multiple of 16: the width changes while serving, and the
+# others from engine to engine.
 @triton.jit(do_not_specialize=["window_size", "sink_blocks", "num_null_blocks", "width"])
 def _compact_table_kernel(  # type: ignore[no-untyped-def]
     block_table,

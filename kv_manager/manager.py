@@ -11,6 +11,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.request import Request
 
 from wmtp_vllm.kv_manager.spec import RingSpec
+from wmtp_vllm.window import ceil_div
 
 MORE_THAN_ANY_POOL = 1 << 60
 """Blocks "needed" when the ring pool is empty. The scheduler compares the sum over all managers with
@@ -54,7 +55,7 @@ class RingManager(SingleTypeKVCacheManager):
         """0 where the ring pool has the blocks, more than any pool has where not."""
         row_length = len(self.req_to_blocks.get(request_id, ()))
         row_length = max(row_length, total_computed_tokens // self.block_size)
-        needed = -(-num_tokens // self.block_size) - row_length
+        needed = ceil_div(num_tokens, self.block_size) - row_length
         if apply_admission_cap:
             # The whole request, most of which its ring will have let go of by the time it ends.
             needed = min(

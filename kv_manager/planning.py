@@ -29,6 +29,10 @@ logger = init_logger("vllm.wmtp_vllm.planning")
 
 Specs = dict[str, KVCacheSpec]
 
+ALIGNMENT = 256
+"""Bytes. The caches of all layers are views of one allocation, and GPU kernels may assume this of
+a cache's address."""
+
 
 class Planner(NamedTuple):
     """vLLM's own planning functions, as they were before any was wrapped."""
@@ -87,26 +91,26 @@ def get_kv_cache_configs(
     if not any(rings):
         return original(vllm_config, kv_cache_specs, available_memory, *global_groups)
 
-    _refuse_hits_inside_ring_blocks(vllm_config, rings)
+    spec = _shared_spec(rings)
+    _refuse_hits_inside_ring_blocks(vllm_config, spec)
     _refuse_copies_of_packed_blocks(vllm_config, kv_cache_specs)
     native = _native_plans(planner, vllm_config, kv_cache_specs, available_memory)
-    pool_blocks = _pool_blocks(vllm_config, rings, min(plan.num_blocks for plan in native))
-    rings = [
-        {name: replace(spec, pool_blocks=pool_blocks) for name, spec in ring.items()}
-        for ring in rings
-    ]
+    native_blocks = min(plan.num_blocks for plan in native)
+    spec = replace(spec, pool_blocks=_pool_blocks(vllm_config, spec, native_blocks))
     configs = original(
         vllm_config,
         [without_rings(specs) for specs in kv_cache_specs],
-        [memory - _pool_bytes(ring) for memory, ring in zip(available_memory, rings, strict=True)],
+        [
+            memory - (_pool_bytes(spec, len(ring)) + ALIGNMENT if ring else 0)
+            for memory, ring in zip(available_memory, rings, strict=True)
+        ],
         *global_groups,
     )
-    spec = _shared_spec(rings)
     configs = [
         append_ring(planner, vllm_config, config, list(ring), spec)
         for config, ring in zip(configs, rings, strict=True)
     ]
-    _log_plan(planner, vllm_config, rings, configs, native)
+    _log_plan(planner, vllm_config, spec, max(map(len, rings)), configs, native)
     return configs
 
 
@@ -127,12 +131,10 @@ def append_ring(
     tensors = list(target.kv_cache_tensors)
     if layer_names:
         ring = planner.config_from_groups(
-            _without_block_override(vllm_config), [group], _pool_bytes_of(spec, len(layer_names))
+            _without_block_override(vllm_config), [group], _pool_bytes(spec, len(layer_names))
         )
         assert ring.num_blocks == spec.pool_blocks, (ring.num_blocks, spec)
-        # The caches of all layers are views of one allocation, and of 256 bytes' alignment, which
-        # GPU kernels may assume of a cache's address.
-        ring_size = ceil_div(ring.kv_cache_tensors[0].size, 256) * 256
+        ring_size = ceil_div(ring.kv_cache_tensors[0].size, ALIGNMENT) * ALIGNMENT
         size = ring_size + max((t.size for t in tensors), default=0)
         tensors = [replace(t, size=size, offset=ring_size + t.offset) for t in tensors] + [
             replace(t, size=size) for t in ring.kv_cache_tensors
@@ -202,12 +204,10 @@ def _native_plans(
     return plans
 
 
-def _refuse_hits_inside_ring_blocks(
-    vllm_config: VllmConfig, rings: Sequence[dict[str, RingSpec]]
-) -> None:
+def _refuse_hits_inside_ring_blocks(vllm_config: VllmConfig, spec: RingSpec) -> None:
     """The ring has no KV of a hit, and a block is left out of the compact table whole or not."""
     unit = vllm_config.cache_config.prefix_match_unit
-    block_size = _shared_spec(rings).block_size
+    block_size = spec.block_size
     if unit and vllm_config.cache_config.enable_prefix_caching and unit % block_size:
         raise ValueError(
             f"windowed_mtp: with prefix_match_unit={unit} a prefix hit could end inside a block of "
@@ -229,11 +229,8 @@ def _refuse_copies_of_packed_blocks(vllm_config: VllmConfig, kv_cache_specs: lis
         )
 
 
-def _pool_blocks(
-    vllm_config: VllmConfig, rings: Sequence[dict[str, RingSpec]], native_num_blocks: int
-) -> int:
+def _pool_blocks(vllm_config: VllmConfig, spec: RingSpec, native_num_blocks: int) -> int:
     """Blocks of the ring pool: enough for every sequence, but no more bytes than native MTP."""
-    spec = _shared_spec(rings)
     window, k = spec.draft_window, spec.num_speculative_tokens
     max_model_len = vllm_config.model_config.max_model_len
     in_flight = vllm_config.max_in_flight_tokens
@@ -263,13 +260,8 @@ def _pool_blocks(
     return min(wanted, affordable)
 
 
-def _pool_bytes_of(spec: RingSpec, num_layers: int) -> int:
+def _pool_bytes(spec: RingSpec, num_layers: int) -> int:
     return spec.pool_blocks * spec.page_size_bytes * num_layers
-
-
-def _pool_bytes(ring: dict[str, RingSpec]) -> int:
-    """Bytes that a worker's rings take from its KV memory, alignment included."""
-    return sum(_pool_bytes_of(spec, 1) for spec in ring.values()) + (256 if ring else 0)
 
 
 def _without_block_override(vllm_config: VllmConfig) -> VllmConfig:
@@ -283,12 +275,11 @@ def _without_block_override(vllm_config: VllmConfig) -> VllmConfig:
 def _log_plan(
     planner: Planner,
     vllm_config: VllmConfig,
-    rings: Sequence[dict[str, RingSpec]],
+    spec: RingSpec,
+    num_layers: int,
     configs: Sequence[KVCacheConfig],
     native: Sequence[KVCacheConfig],
 ) -> None:
-    spec = _shared_spec(rings)
-    num_layers = max(len(ring) for ring in rings)
     tokens, _ = planner.capacity(vllm_config, _scheduler_view(configs))
     native_tokens, _ = planner.capacity(vllm_config, _scheduler_view(native))
     logger.info(
@@ -302,7 +293,7 @@ def _log_plan(
         ),
         spec.block_size,
         spec.pool_blocks,
-        _pool_bytes_of(spec, num_layers) / 2**20,
+        _pool_bytes(spec, num_layers) / 2**20,
         min(p.num_blocks for p in native) * spec.native.page_size_bytes * num_layers / 2**20,
         f"{tokens:,}",
         f"{native_tokens:,}",

@@ -27,17 +27,18 @@ def follow_target(speculative_config: Any, target_model_config: Any) -> None:
         return
     draft_model_config = speculative_config.draft_model_config
     target_config = target_model_config.hf_text_config
-    copied = []
-    for draft_config in {id(c): c for c in _hf_configs(draft_model_config)}.values():
+    copied = set()
+    # Often one and the same object; of a multimodal model, two.
+    for draft_config in (draft_model_config.hf_config, draft_model_config.hf_text_config):
         for key in ROPE_AND_LENGTH_KEYS:
             value = getattr(target_config, key, None)
             if value is not None and getattr(draft_config, key, None) != value:
                 setattr(draft_config, key, value)
-                copied.append(key)
+                copied.add(key)
     if speculative_config.max_model_len is None:
         draft_model_config.max_model_len = target_model_config.max_model_len
     if copied:
-        logger.info("windowed_mtp: the draft follows the target's %s", ", ".join(sorted({*copied})))
+        logger.info("windowed_mtp: the draft follows the target's %s", ", ".join(sorted(copied)))
 
 
 def _mentions_positions(overrides: dict[str, Any]) -> bool:
@@ -45,7 +46,3 @@ def _mentions_positions(overrides: dict[str, Any]) -> bool:
         key in ROPE_AND_LENGTH_KEYS or (isinstance(value, dict) and _mentions_positions(value))
         for key, value in overrides.items()
     )
-
-
-def _hf_configs(model_config: Any) -> list[Any]:
-    return [model_config.hf_config, model_config.hf_text_config]

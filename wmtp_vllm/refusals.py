@@ -83,9 +83,7 @@ def before_config(
         _refuse_without_mtp_weights(target, vllm_keys.get("model"))
 
 
-def after_config(
-    config: WindowedMTPConfig, speculative_config: Any, engine_args: Any, target: Any
-) -> None:
+def after_config(config: WindowedMTPConfig, speculative_config: Any, target: Any) -> None:
     """Refuse, or warn of, what the finished speculative config shows.
 
     Raises:
@@ -182,12 +180,9 @@ def is_mtp_tensor(name: str, num_hidden_layers: int) -> bool:
 
 def checkpoint_tensor_names(model: str, revision: str | None = None) -> set[str] | None:
     """Names of all tensors in a local safetensors checkpoint; None where there is none to read."""
-    folder = Path(model)
-    if not folder.is_dir():
-        folder_or_none = _hub_folder(model, revision)
-        if folder_or_none is None:
-            return None
-        folder = folder_or_none
+    folder = Path(model) if Path(model).is_dir() else _hub_folder(model, revision)
+    if folder is None:
+        return None
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         return set(json.loads(index.read_text())["weight_map"])

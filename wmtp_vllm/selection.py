@@ -3,12 +3,8 @@
 import copy
 from typing import Any
 
-from vllm.logger import init_logger
-
 from wmtp_vllm import draft_rope, refusals, seams
 from wmtp_vllm.config import METHOD, Selection, refuse_foreign, split_keys
-
-logger = init_logger("vllm.wmtp_vllm.selection")
 
 
 def create_speculative_config(
@@ -41,7 +37,7 @@ def create_speculative_config(
     except (NotImplementedError, ZeroDivisionError) as error:
         raise refusals.without_mtp_head(target_model_config) from error
     draft_rope.follow_target(speculative_config, target_model_config)
-    refusals.after_config(config, speculative_config, engine_args, target_model_config)
+    refusals.after_config(config, speculative_config, target_model_config)
 
     engine_args.additional_config = {
         **engine_args.additional_config,

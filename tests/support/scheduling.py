@@ -43,16 +43,6 @@ SMALL: dict[str, Any] = {
 }
 
 
-def windowed(k: int, window: int, sink: int) -> dict[str, Any]:
-    """The speculative config of windowed MTP with K, W and S."""
-    return {
-        "method": "windowed_mtp",
-        "num_speculative_tokens": k,
-        "draft_window_size": window,
-        "draft_sink_size": sink,
-    }
-
-
 def engine_config(
     model: str, speculative: dict[str, Any] | None, delayed: bool = False, **arguments: Any
 ) -> VllmConfig:

@@ -18,13 +18,13 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
+from tests.support.engine import windowed
 from tests.support.scheduling import (
     attention_spec,
     dense_specs,
     engine_config,
     hybrid_specs,
     ring_spec,
-    windowed,
 )
 from wmtp_vllm import seams
 from wmtp_vllm.kv_manager.planning import RingKVCacheConfig, without_rings

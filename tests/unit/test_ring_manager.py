@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.scheduling import Simulation, dense_specs, engine_config, hybrid_specs, windowed
+from tests.support.engine import windowed
+from tests.support.scheduling import Simulation, dense_specs, engine_config, hybrid_specs
 from tests.support.shadow_worker import Mismatch
 from wmtp_vllm.window import Window
 

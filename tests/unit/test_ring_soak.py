@@ -4,7 +4,8 @@ from collections import Counter
 
 import pytest
 
-from tests.support.scheduling import Simulation, dense_specs, engine_config, windowed
+from tests.support.engine import windowed
+from tests.support.scheduling import Simulation, dense_specs, engine_config
 from tests.support.shadow_worker import Mismatch
 from tests.unit.test_ring_manager import free_on_scheduled_tokens
 
