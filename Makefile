@@ -14,9 +14,12 @@ V2 := TRITON_INTERPRET=1 VLLM_USE_V2_MODEL_RUNNER=1
 # The newest release of vLLM, which has no CPU build yet, laid over the extensions of the one that has.
 NEXT := $(abspath $(VENV))/next-vllm
 
+# xFormers, and a Triton that still has the block pointers which its kernels are written with.
+XFORMERS := $(abspath $(VENV))/xformers
+
 # Engines beside each other fight for the cores.
 .NOTPARALLEL:
-.PHONY: setup demo test lint test-unit test-v1 test-v2 test-next gpu-test clean
+.PHONY: setup demo test lint test-unit test-v1 test-v2 test-next test-xformers gpu-test clean
 
 setup: $(STAMP)
 
@@ -47,7 +50,7 @@ demo: setup
 
 # Stops at the first part that fails, and says so last.
 test: setup
-	@$(MAKE) --no-print-directory lint test-unit test-v1 test-v2 test-next \
+	@$(MAKE) --no-print-directory lint test-unit test-v1 test-v2 test-next test-xformers \
 		&& echo "make test: all passed" || { echo "make test: FAILED"; exit 1; }
 
 lint: setup
@@ -76,6 +79,14 @@ test-next: setup $(NEXT)/.ready
 	@PYTHONPATH=$(NEXT) $(BIN)/wmtp check
 	@PYTHONPATH=$(NEXT) $(BIN)/pytest -m "next and engine"
 	@PYTHONPATH=$(NEXT):$(INTERPRETER) $(V2) $(BIN)/pytest -m "next and v2"
+
+$(XFORMERS)/.ready: | $(STAMP)
+	@echo "setup: fetching xFormers"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+		--target $(XFORMERS) xformers==0.0.35 triton==3.8.0 && touch $@
+
+test-xformers: setup $(XFORMERS)/.ready
+	@PYTHONPATH=$(XFORMERS):$(INTERPRETER) XFORMERS_ENABLE_TRITON=1 $(V2) $(BIN)/pytest -m xformers
 
 gpu-test: setup
 	@$(BIN)/pytest -m gpu

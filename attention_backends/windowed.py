@@ -17,13 +17,36 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
     subclass_attention_backend,
 )
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from wmtp_vllm.attention_backends.compact_table import compact_table
 from wmtp_vllm.window import Window, ceil_div
 
-SUPPORTED_BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
+SUPPORTED_BACKENDS = (
+    "CPU_ATTN",
+    "FLASH_ATTN",
+    "FLASHINFER",
+    "TRITON_ATTN",
+    "ROCM_ATTN",
+    "ROCM_AITER_FA",
+    "ROCM_AITER_UNIFIED_ATTN",
+    "ROCM_SEGMENTED_ATTN",
+    "FLEX_ATTENTION",
+)
 """Native backends, by vLLM's names, whose builders read nothing but what is made compact here."""
+
+NOT_OVER_A_RING = {
+    "ROCM_AITER_FA": "it fails where none of a prompt's earlier tokens are held, as after a hit",
+    "FLEX_ATTENTION": "it takes the number of the draft's blocks from the target's cache",
+}
+"""Supported backends that read vLLM's full draft KV only, and why."""
+
+
+def name_of(native: type[AttentionBackend]) -> str:
+    """The name in vLLM's registry: ROCM_AITER_FA calls itself FLASH_ATTN."""
+    path = ".".join(native.full_cls_name())
+    return next((b.name for b in AttentionBackendEnum if b.value == path), native.get_name())
 
 
 @functools.cache
@@ -40,14 +63,22 @@ def windowed_backend(
             null blocks; 0 over vLLM's full draft KV, whose rows have none.
 
     Raises:
-        ValueError: `native` is not one of `SUPPORTED_BACKENDS`.
+        ValueError: `native` is not one of `SUPPORTED_BACKENDS`, or cannot read a ring.
 
     """
-    if native.get_name() not in SUPPORTED_BACKENDS:
+    takes_compact_tables = getattr(native, "takes_compact_tables", False)  # our own
+    name = name_of(native)
+    if name not in SUPPORTED_BACKENDS and not takes_compact_tables:
         raise ValueError(
-            f"windowed_mtp does not handle the attention backend {native.get_name()} that vLLM "
+            f"windowed_mtp does not handle the attention backend {name} that vLLM "
             f"chose for the draft. Choose one of {', '.join(SUPPORTED_BACKENDS)} with the key "
             '"attention_backend" of the speculative config, or use method "mtp".'
+        )
+    if num_null_blocks and name in NOT_OVER_A_RING:
+        raise ValueError(
+            f"The attention backend {name} that vLLM chose for the draft cannot read a ring: "
+            f'{NOT_OVER_A_RING[name]}. Set "draft_kv_cache": "full", or choose another with the key '
+            '"attention_backend" of the speculative config.'
         )
     native_builder = native.get_builder_cls()
 
@@ -75,6 +106,17 @@ def windowed_backend(
         ) -> Any:
             compact = self.compactor.compact(common_attn_metadata)
             metadata = super().build(0, compact, fast_build)
+            metadata.windowed_mtp_logical = common_attn_metadata
+            return metadata
+
+        def build_for_drafting(
+            self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
+        ) -> Any:
+            if native_builder.build_for_drafting is AttentionMetadataBuilder.build_for_drafting:
+                return super().build_for_drafting(common_attn_metadata, draft_index)  # by build()
+            # ROCM_AITER_FA's passes build() by.
+            compact = self.compactor.compact(common_attn_metadata)
+            metadata = super().build_for_drafting(compact, draft_index)
             metadata.windowed_mtp_logical = common_attn_metadata
             return metadata
 
@@ -118,8 +160,9 @@ class Compactor:
             logical.block_table_tensor.shape[1],
             self.table.shape[1],
         )
-        # Rows are a fixed distance apart: a captured graph reads them by the distance at capture.
-        table = self.table[:num_reqs, :width]
+        # Whole rows: a captured graph reads them by their distance at capture, and FlashInfer's and
+        # ROCm's kernels take that for the width. Beyond `width` lie leavings, as in vLLM's own rows.
+        table = self.table[:num_reqs]
         lens = self.lens[:num_reqs]
         compact_table(
             logical.block_table_tensor[:num_reqs],
@@ -127,7 +170,7 @@ class Compactor:
             logical.query_start_loc,
             window,
             self.num_null_blocks,
-            table,
+            table[:, :width],
             lens,
         )
         return logical.replace(

@@ -45,8 +45,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept, left_out = [], []
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
-        v2_only = "v2" in marks and not marks & {"unit", "engine"}
-        fits = "v2" in marks if RUNNER == "V2" else not v2_only
+        needs_v2 = marks & {"v2", "xformers"}
+        fits = needs_v2 if RUNNER == "V2" else not needs_v2 or marks & {"unit", "engine"}
         (kept if fits else left_out).append(item)
         if "gpu" in marks and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason=NO_GPU))

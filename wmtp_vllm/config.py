@@ -28,6 +28,8 @@ class WindowedMTPConfig(BaseModel):
     draft_kv_cache: Literal["ring", "full"] = "ring"
     """Where the draft's KV lives: in a fixed-size ring of blocks for each request, or in vLLM's own
     full draft KV cache, of which only the sink and the window are read."""
+    draft_attention_backend: Literal["native", "xformers"] = "native"
+    """What computes the draft's attention: the backend that vLLM chose for it, or xFormers."""
 
 
 class Selection(dict[str, Any]):
@@ -47,10 +49,11 @@ class Selection(dict[str, Any]):
 
 
 def _arrive(values: dict[str, Any]) -> Selection:
-    from wmtp_vllm import seams
+    from wmtp_vllm import selection
 
-    seams.apply()
-    return Selection(values)
+    arrived = Selection(values)
+    selection.put_in_place(arrived.config)
+    return arrived
 
 
 def selected(vllm_config: Any) -> WindowedMTPConfig | None:
@@ -119,7 +122,8 @@ def split_keys(
         )
         raise ValueError(
             f"speculative_config of {METHOD}: {problems}. draft_window_size is an integer of at "
-            'least 1, draft_sink_size one of at least 0, draft_kv_cache "ring" or "full".'
+            'least 1, draft_sink_size one of at least 0, draft_kv_cache "ring" or "full", '
+            'draft_attention_backend "native" or "xformers".'
         ) from None
     rest = {k: v for k, v in speculative_config.items() if k not in own}
     return config, rest | {"method": "mtp"}

@@ -3,8 +3,21 @@
 import copy
 from typing import Any
 
-from wmtp_vllm import draft_rope, refusals, seams
-from wmtp_vllm.config import METHOD, Selection, refuse_foreign, split_keys
+from wmtp_vllm import draft_rope, refusals, seams, xformers_draft
+from wmtp_vllm.config import METHOD, Selection, WindowedMTPConfig, refuse_foreign, split_keys
+
+
+def put_in_place(config: WindowedMTPConfig) -> None:
+    """Make this process one of an engine that selected `windowed_mtp`. Idempotent.
+
+    Raises:
+        ValueError: vLLM is not a tested release, a seam is not as expected, or xFormers is selected and
+            its place is taken.
+
+    """
+    seams.apply()
+    if config.draft_attention_backend == "xformers":
+        xformers_draft.register()
 
 
 def create_speculative_config(
@@ -28,6 +41,9 @@ def create_speculative_config(
         # with other requests there. A ring shares none, so the target keeps its whole hit.
         vllm_keys.setdefault("disable_eagle_block_drop", True)
     refusals.before_config(config, vllm_keys, engine_args, target_model_config)
+    if config.draft_attention_backend == "xformers":
+        xformers_draft.choose(vllm_keys, engine_args, target_model_config)
+    put_in_place(config)
 
     normalised = copy.copy(engine_args)
     normalised.speculative_config = vllm_keys

@@ -26,7 +26,12 @@ from wmtp_vllm.config import (
 
 pytestmark = pytest.mark.unit
 
-OWN_KEYS = {"draft_window_size": 128, "draft_sink_size": 0, "draft_kv_cache": "full"}
+OWN_KEYS = {
+    "draft_window_size": 128,
+    "draft_sink_size": 0,
+    "draft_kv_cache": "full",
+    "draft_attention_backend": "native",
+}
 VLLM_KEYS = {field.name for field in dataclasses.fields(SpeculativeConfig)} - {"method"}
 MADE_BY_VLLM = {
     "target_model_config",
@@ -79,6 +84,7 @@ class TestKeys:
             ("draft_kv_cache", "Ring"),
             ("draft_kv_cache", None),
             ("draft_kv_cache", 1),
+            ("draft_attention_backend", "xFormers"),
         ],
     )
     def test_ill_typed_value_is_refused_by_key_and_value(self, key: str, value: Any) -> None:
@@ -88,6 +94,7 @@ class TestKeys:
         assert "draft_window_size is an integer of at least 1" in message
         assert "draft_sink_size one of at least 0" in message
         assert 'draft_kv_cache "ring" or "full"' in message
+        assert 'draft_attention_backend "native" or "xformers"' in message
 
     def test_every_bad_value_is_named_at_once(self) -> None:
         with pytest.raises(ValueError, match=r"draft_window_size=0: .*; draft_sink_size=-1: "):

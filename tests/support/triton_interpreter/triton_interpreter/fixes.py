@@ -1,4 +1,4 @@
-"""Three gaps of Triton's interpreter that vLLM's V2 kernels meet; done only with TRITON_INTERPRET=1."""
+"""Four gaps of Triton's interpreter that vLLM's and xFormers' kernels meet; done only with TRITON_INTERPRET=1."""
 
 import inspect
 import os
@@ -17,6 +17,7 @@ def apply() -> None:
     interpreter._wmtp_mended = True
     _make_range_yield_tensors(interpreter)
     _make_comparisons_boolean(interpreter)
+    _multiply_bfloat16_by_value(interpreter)
     _patch_language_once(interpreter)
 
 
@@ -49,6 +50,23 @@ def _make_comparisons_boolean(interpreter: Any) -> None:
         return result
 
     interpreter.InterpreterBuilder.binary_op = binary_op_with_boolean_type
+
+
+def _multiply_bfloat16_by_value(interpreter: Any) -> None:
+    """`tl.dot` multiplies the bit patterns of bfloat16, which the interpreter keeps as integers."""
+    import triton.language as tl
+
+    builder = interpreter.InterpreterBuilder
+    create_dot = builder.create_dot
+
+    def as_float32(self: Any, operand: Any) -> Any:
+        is_bfloat16 = operand.dtype.scalar == tl.bfloat16
+        return self.cast_impl(operand, tl.float32) if is_bfloat16 else operand
+
+    def create_dot_by_value(self: Any, a: Any, b: Any, *args: Any) -> Any:
+        return create_dot(self, as_float32(self, a), as_float32(self, b), *args)
+
+    builder.create_dot = create_dot_by_value
 
 
 def _patch_language_once(interpreter: Any) -> None:
