@@ -1,5 +1,7 @@
 """The compact table in torch (and, in the V2 process, in Triton) against the naive definition."""
 
+import random
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -81,6 +83,36 @@ def test_the_form_in_use_agrees_with_the_torch_form_bit_for_bit(batch):
     assert torch.equal(table, expected[0])
     assert torch.equal(lens, expected[1])
     check(window, requests, padded, table, lens)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="without Triton the torch form is the one in use")
+def test_two_thousand_random_tables_agree_also_of_split_blocks_and_long_rows():
+    """A kernel's block may be a part of the manager's: then several ids stand for the null block."""
+    rng = random.Random(0)
+    differences = 0
+    for launch in range(200):
+        parts = rng.choice([1, 1, 2, 4])
+        block_size = rng.choice([16, 32, 64])
+        window = Window(rng.randrange(1, 9000), rng.choice([0, 1, 64, 500]), block_size)
+        longest = 40_000 if launch % 4 == 0 else 2_000
+        queries = [rng.choice([0, 1, 1, 4, 8, 700]) for _ in range(10)]
+        lengths = [q and q + rng.randrange(longest) for q in queries]
+        columns = ceil_div(max(lengths), block_size * parts) + 1
+        manager_ids = torch.randint(1, 2**31 // parts, (10, columns))
+        manager_ids *= torch.rand(10, columns) > rng.choice([0, 0.1, 0.9])
+        ids = (manager_ids[..., None] * parts + torch.arange(parts)).flatten(1).int()
+        seq_lens = torch.tensor(lengths, dtype=torch.int32)
+        starts = torch.tensor([0, *torch.tensor(queries).cumsum(0)], dtype=torch.int32)
+        width = min(window.max_kept_blocks(max(queries)), ids.shape[1])
+        expected = compact_table_reference(ids, seq_lens, starts, window, parts, width)
+        # Rows a fixed distance apart, wider than what is used of them, as in the captured graphs.
+        table = torch.full((10, width + 5), -1, dtype=torch.int32)
+        lens = torch.full((10,), -1, dtype=torch.int32)
+        compact_table(ids, seq_lens, starts, window, parts, table[:, :width], lens)
+        assert (table[:, width:] == -1).all()
+        same = (table[:, :width] == expected[0]).all(1) & (lens == expected[1])
+        differences += int((~same).sum())
+    assert differences == 0
 
 
 def test_a_null_block_that_is_kept_is_caught():
