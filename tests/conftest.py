@@ -27,18 +27,28 @@ from typing import Any
 import pytest
 import torch
 
-RUNNER = "V2" if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1" else "V1"
+ON_GPU = torch.cuda.is_available()
+# Where nothing is said, vLLM takes V2 on a GPU, and V1 on a CPU.
+RUNNER = "V2" if os.environ.get("VLLM_USE_V2_MODEL_RUNNER", str(int(ON_GPU))) == "1" else "V1"
 NO_GPU = "no GPU here"
 
 
 def pytest_configure() -> None:
     """Refuse a half-set environment: it would test the other runner, or fail far from the cause."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton_interpreter")
-    if not torch.cuda.is_available() and bool(interpreted) != (RUNNER == "V2"):
+    if not ON_GPU and bool(interpreted) != (RUNNER == "V2"):
         raise pytest.UsageError(
             "On a CPU, VLLM_USE_V2_MODEL_RUNNER=1 and TRITON_INTERPRET=1 with "
             "tests/support/triton_interpreter on PYTHONPATH go together: see `make test-v2`."
         )
+
+
+def pytest_report_header() -> str:
+    from vllm import __version__
+    from vllm.platforms import current_platform
+
+    device = current_platform.get_device_name() if ON_GPU else f"{NO_GPU}: gpu tests are skipped"
+    return f"vLLM {__version__}, Model Runner {RUNNER}, {device}"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -46,18 +56,36 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
         needs_v2 = marks & {"v2", "xformers"}
-        fits = needs_v2 if RUNNER == "V2" else not needs_v2 or marks & {"unit", "engine"}
+        if RUNNER == "V1":
+            fits = not needs_v2 or marks & {"unit", "engine"}
+        else:  # with real Triton kernels all unit tests run beside V2
+            fits = needs_v2 or (ON_GPU and marks & {"unit", "gpu"})
         (kept if fits else left_out).append(item)
-        if "gpu" in marks and not torch.cuda.is_available():
+        if "gpu" in marks and not ON_GPU:
             item.add_marker(pytest.mark.skip(reason=NO_GPU))
     config.hook.pytest_deselected(items=left_out)
     items[:] = kept
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    skipped = [r for r in terminalreporter.stats.get("skipped", []) if NO_GPU in str(r.longrepr)]
-    if skipped:
-        terminalreporter.write_line(f"{len(skipped)} GPU tests skipped: {NO_GPU}.")
+    """What ran on the GPU, with its figures, and what did not and why."""
+    lines, without_gpu = [], 0
+    for outcome in ("passed", "failed", "error", "skipped"):
+        for report in terminalreporter.stats.get(outcome, []):
+            if "gpu" not in report.keywords:
+                continue
+            if NO_GPU in str(report.longrepr):
+                without_gpu += 1
+                continue
+            notes = [value for key, value in report.user_properties if key == "figure"]
+            notes += [report.longrepr[2]] if outcome == "skipped" else []
+            name = report.nodeid.partition("::")[2]
+            lines += [f"{outcome:7} {name}", *(f"{'':8}{note}" for note in notes)]
+    if lines:
+        terminalreporter.section("on the GPU")
+        terminalreporter.write_line("\n".join(lines))
+    if without_gpu:
+        terminalreporter.write_line(f"{without_gpu} GPU tests skipped: {NO_GPU}.")
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 """The memory plan: the target's is vLLM's own, the ring's lies before it and costs no more."""
 
+import itertools
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
@@ -217,23 +218,31 @@ def test_the_block_override_concerns_the_target_only(configure):
     assert overridden.kv_cache_tensors[-1].offset == 0
 
 
-def test_pipeline_stages_agree_on_groups_and_blocks(configure):
+@each_target
+@pytest.mark.parametrize("cuts", [[4], [3, 4]], ids=["two stages", "three stages"])
+def test_pipeline_stages_agree_on_groups_and_blocks_and_only_the_last_has_the_ring(
+    configure, target, cuts
+):
     config = configure()
-    layers = {f"model.layers.{i}.attn": attention_spec(16) for i in range(5)}
-    first = dict(list(layers.items())[:3])
-    last = dict(list(layers.items())[3:]) | {"mtp.attn": ring_spec(config, attention_spec(16), 16)}
-    memory = [24 * MIB, 16 * MIB]
-    plans = core.get_kv_cache_configs(config, [first, last], memory)
+    layers = list(TARGETS[target](config, 16).items())
+    if target == "dense":  # more layers than stages
+        layers[:1] = [(f"model.layers.0.{i}.attn", attention_spec(16)) for i in range(4)]
+    stages = [dict(layers[start:end]) for start, end in itertools.pairwise([0, *cuts, None])]
+    memory = [(24 - 4 * i) * MIB for i in range(len(stages))]
+    plans = core.get_kv_cache_configs(config, stages, memory)
     assert len({p.num_blocks for p in plans}) == 1
-    assert len({len(p.kv_cache_groups) for p in plans}) == 1
-    assert [g.layer_names for g in plans[0].kv_cache_groups] == [list(first), []]
-    assert ring_of(plans[0]) == ring_of(plans[1])
-    assert not any("mtp.attn" in tensor.layers for tensor in plans[0].kv_cache_tensors)
-    for stage, specs, limit in zip(plans, [first, last], memory, strict=True):
-        caches = allocate_kv_cache(stage, torch.device("cpu"), KVCacheLayout.LBHNC)
-        assert caches.keys() == specs.keys()
-        assert stage.kv_cache_tensors[0].size <= limit
-    assert generate_scheduler_kv_cache_config(plans).num_blocks == plans[1].num_blocks
+    kinds = [[group.kv_cache_spec for group in p.kv_cache_groups] for p in plans]
+    assert all(kind == kinds[0] for kind in kinds)
+    rings = [p.kv_cache_groups[-1].layer_names for p in plans]
+    assert rings == [*([[]] * len(cuts)), ["mtp.attn"]]
+    for planned, specs, limit in zip(plans, stages, memory, strict=True):
+        held = [name for group in planned.kv_cache_groups for name in group.layer_names]
+        assert sorted(held) == sorted(specs)
+        assert allocate_kv_cache(planned, torch.device("cpu"), KVCacheLayout.LBHNC).keys() == (
+            specs.keys()
+        )
+        assert planned.kv_cache_tensors[0].size <= limit
+    assert generate_scheduler_kv_cache_config(plans).num_blocks == plans[-1].num_blocks
 
 
 @each_target
