@@ -80,8 +80,9 @@ def compact_table_reference(
     keep = (logical < end[:, None]) & (ids >= num_null_blocks)
     order = torch.argsort(~keep, dim=1, stable=True)
     table = torch.where(keep, ids, 0).gather(1, order)
-    lens = seq_lens - (end - keep.sum(1, dtype=seq_lens.dtype)) * b
-    return table, lens.clamp(min=0)  # a dummy row may hold nothing, not even its own tokens
+    has_last = (keep & (logical == end[:, None] - 1)).any(1)  # which is not full
+    lens = keep.sum(1, dtype=seq_lens.dtype) * b - torch.where(has_last, end * b - seq_lens, 0)
+    return table, lens
 
 
 # Not compiled anew where a size is 1 or a multiple of 16: the width changes while serving, and the
@@ -113,6 +114,7 @@ def _compact_table_kernel(  # type: ignore[no-untyped-def]
     source = block_table + row * block_table_stride
     target = out_table + row * out_table_stride
     num_kept = 0
+    has_last = 0  # of the row's blocks, the last one is not full
     for start in range(0, width, CHUNK):
         column = start + tl.arange(0, CHUNK)
         logical = tl.where(column < sink_blocks, column, first + column - sink_blocks)
@@ -122,7 +124,8 @@ def _compact_table_kernel(  # type: ignore[no-untyped-def]
         place = num_kept + tl.cumsum(keep.to(tl.int32), 0) - 1
         tl.store(target + place, ids, mask=keep)
         num_kept += tl.sum(keep.to(tl.int32), 0)
+        has_last += tl.sum((keep & (logical == end - 1)).to(tl.int32), 0)
     for start in range(0, width, CHUNK):
         column = start + tl.arange(0, CHUNK)
         tl.store(target + column, 0, mask=(column >= num_kept) & (column < width))
-    tl.store(out_lens + row, tl.maximum(length - (end - num_kept) * BLOCK_SIZE, 0))
+    tl.store(out_lens + row, num_kept * BLOCK_SIZE - has_last * (end * BLOCK_SIZE - length))

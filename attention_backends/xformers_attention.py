@@ -26,6 +26,8 @@ from xformers.ops.fmha.attn_bias import (
 from xformers.ops.fmha.common import Inputs
 from xformers.ops.fmha.triton_splitk import FwOp
 
+from wmtp_vllm.window import ceil_div
+
 PAGE_SIZE = 64
 """Tokens: a page of the operator is a multiple of its tile of keys."""
 MAX_QUERY_LEN = 16
@@ -172,8 +174,11 @@ class XFormersImpl(TritonAttentionImpl):
         num_tokens = len(attn_metadata.seq_lens) * query_len
         # A padding row has length 0. It must not come out as NaN, which a mixture of experts spreads.
         seq_lens = attn_metadata.seq_lens.clamp(min=query_len)
+        # The operator splits the table's whole width, most of which is for prefill chunks.
+        width = ceil_div(attn_metadata.max_seq_len, kv_cache.shape[2])
+        table = attn_metadata.block_table[:, :width]
         output[:num_tokens] = paged_attention(
-            query[:num_tokens], kv_cache, attn_metadata.block_table, seq_lens, self.scale
+            query[:num_tokens], kv_cache, table, seq_lens, self.scale
         )
         return output
 

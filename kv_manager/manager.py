@@ -1,10 +1,19 @@
 """The block manager of the rings: pinned sink blocks, rotating window blocks, a pool of its own."""
 
+import time
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from vllm.logger import init_logger
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    BlockHashList,
+    KVCacheBlock,
+    make_block_hash_with_group_id,
+)
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
@@ -13,10 +22,26 @@ from vllm.v1.request import Request
 from wmtp_vllm.kv_manager.spec import RingSpec
 from wmtp_vllm.window import ceil_div
 
+logger = init_logger("vllm.wmtp_vllm.manager")
+
 MORE_THAN_ANY_POOL = 1 << 60
 """Blocks "needed" when the ring pool is empty. The scheduler compares the sum over all managers with
 the free blocks of the *target's* pool, so this makes the request wait, or preempts one, exactly as
 for any other missing KV block."""
+SECONDS_BETWEEN_LOG_LINES = 10.0
+
+
+@dataclass
+class Progress:
+    """Of a request that is running."""
+
+    prefill_len: int = 0
+    """Tokens of the prompt, and after a preemption also those that were sampled before."""
+    is_admitted: bool = False
+    run_until: int = 0
+    """End of its first chunk, if that began in the sink: the draft ran on all of it."""
+    freed_until: int = 0
+    """Index of the block up to which everything behind the sink has been let go."""
 
 
 class RingManager(SingleTypeKVCacheManager):
@@ -25,6 +50,10 @@ class RingManager(SingleTypeKVCacheManager):
     A request's row keeps its full logical length: null blocks stand where nothing is held, so that
     slot mappings and KV writes need no change anywhere. Blocks that fell out of the window are freed
     on *processed* tokens, since rejected drafts roll the computed tokens back.
+
+    With prefix caching, blocks that were let go stay findable in the pool, by the hashes of the target's
+    prefix, until they are used again. A request that hits the target's prefix gets those of its sink
+    and window that are still there, and never waits for them: it starts warm, or cold.
     """
 
     def __init__(self, kv_cache_spec: RingSpec, block_pool: BlockPool, **kwargs: Any) -> None:
@@ -32,14 +61,23 @@ class RingManager(SingleTypeKVCacheManager):
             raise ValueError(f"the ring pool was never planned: {kv_cache_spec}")
         ring_pool = BlockPool(
             num_gpu_blocks=kv_cache_spec.pool_blocks,
-            enable_caching=False,
+            enable_caching=kwargs["enable_caching"],
             hash_block_size=block_pool.hash_block_size,
         )
-        # Ring blocks are not zeroed: the worker zeroes by the target's block ids.
-        kwargs |= {"enable_caching": False, "needs_kv_cache_zeroing": False}
-        super().__init__(kv_cache_spec, ring_pool, **kwargs)
+        super().__init__(
+            kv_cache_spec,
+            ring_pool,
+            # `cache_blocks` is called in every step, also where there is no prefix caching, and ring
+            # blocks are not zeroed: the worker zeroes by the target's block ids.
+            **kwargs | {"enable_caching": True, "needs_kv_cache_zeroing": False},
+        )
         self.window = kv_cache_spec.draft_window
         self.num_speculative_tokens = kv_cache_spec.num_speculative_tokens
+        self.skips_unread = kv_cache_spec.skips_unread
+        self.progress: defaultdict[str, Progress] = defaultdict(Progress)
+        self.num_warm_starts = 0
+        self.num_cold_starts = 0
+        self._next_log_line = 0.0
 
     def get_num_blocks_to_allocate(
         self,
@@ -55,13 +93,43 @@ class RingManager(SingleTypeKVCacheManager):
         """0 where the ring pool has the blocks, more than any pool has where not."""
         row_length = len(self.req_to_blocks.get(request_id, ()))
         row_length = max(row_length, total_computed_tokens // self.block_size)
-        needed = ceil_div(num_tokens, self.block_size) - row_length
+        needed = len(
+            self._blocks_to_hold(request_id, row_length, num_tokens, num_tokens_main_model)
+        )
         if apply_admission_cap:
             # The whole request, most of which its ring will have let go of by the time it ends.
             needed = min(
                 needed, self.window.max_held_blocks(self.num_speculative_tokens, 0, num_tokens)
             )
         return 0 if needed <= self.block_pool.get_num_free_blocks() else MORE_THAN_ANY_POOL
+
+    def allocate_new_blocks(
+        self, request_id: str, num_tokens: int, num_tokens_main_model: int
+    ) -> list[KVCacheBlock]:
+        """Lengthen the row to `num_tokens`, by null blocks where nothing will be read."""
+        row = self.req_to_blocks[request_id]
+        held = self._blocks_to_hold(request_id, len(row), num_tokens, num_tokens_main_model)
+        blocks = dict(zip(held, self.block_pool.get_new_blocks(len(held)), strict=True))
+        end = ceil_div(num_tokens, self.block_size)
+        new = [blocks.get(index, self._null_block) for index in range(len(row), end)]
+        row.extend(new)
+        return new
+
+    def _blocks_to_hold(
+        self, request_id: str, row_length: int, num_tokens: int, num_tokens_main_model: int
+    ) -> list[int]:
+        """Of the blocks from `row_length` to the end of `num_tokens`, those that get one of the pool."""
+        unread = self._unread_blocks(request_id)
+        if row_length < self.window.sink_blocks:
+            # The draft runs on all of a chunk that begins in the sink.
+            unread = unread[max(0, ceil_div(num_tokens_main_model, self.block_size) - unread.start) :]
+        end = ceil_div(num_tokens, self.block_size)
+        return [index for index in range(row_length, end) if index not in unread]
+
+    def _unread_blocks(self, request_id: str) -> range:
+        if not self.skips_unread or request_id not in self.progress:
+            return range(0)
+        return self.window.unread_blocks(self.progress[request_id].prefill_len)
 
     def add_local_computed_blocks(
         self,
@@ -70,11 +138,11 @@ class RingManager(SingleTypeKVCacheManager):
         num_local_computed_tokens: int,
         num_external_computed_tokens: int,
     ) -> None:
-        """A prefix hit: the target has these tokens, the ring does not, so the draft starts cold."""
+        """A prefix hit of the target's; `cache_blocks` then puts in what the pool still has of it."""
         assert num_external_computed_tokens == 0, "KV connectors are refused with a ring"
         row = self.req_to_blocks[request_id]
         row.extend([self._null_block] * (num_local_computed_tokens // self.block_size))
-        self.num_cached_block[request_id] = 0
+        self.num_cached_block[request_id] = len(row)
 
     def remove_skipped_blocks(
         self,
@@ -83,14 +151,26 @@ class RingManager(SingleTypeKVCacheManager):
         num_prompt_tokens: int | None = None,
     ) -> None:
         """Free the blocks between the sink and the window of the next token to be processed."""
+        progress = self.progress[request_id]
+        progress.prefill_len = max(progress.prefill_len, num_prompt_tokens or 0)
         row = self.req_to_blocks.get(request_id)
-        if row:
-            first = self.window.first_window_block(processed_computed_tokens)
-            self._remove_blocks_in_range(request_id, self.window.sink_blocks, min(first, len(row)))
+        if not row:
+            return
+        start = max(progress.freed_until, self.window.sink_blocks)
+        end = min(self.window.first_window_block(processed_computed_tokens), len(row))
+        if start < end:
+            freed = [block for block in row[start:end] if not block.is_null]
+            row[start:end] = [self._null_block] * (end - start)
+            progress.freed_until = end
+            self.block_pool.free_blocks(freed)
 
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
         """0: skipped blocks lie between sink and window, which a prefix cannot tell."""
         return 0
+
+    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        self.progress.pop(request_id, None)
+        return super().pop_blocks_for_free(request_id)
 
     def cache_blocks(
         self,
@@ -100,7 +180,84 @@ class RingManager(SingleTypeKVCacheManager):
         *,
         replay_boundaries: Sequence[int],
     ) -> None:
-        """Nothing: ring blocks are not found again."""
+        """Make the full blocks findable, and where the request was just admitted, start it warm."""
+        row = self.req_to_blocks[request.request_id]
+        progress = self.progress[request.request_id]
+        num_cached = self.num_cached_block.get(request.request_id, 0)
+        if not progress.is_admitted:
+            progress.is_admitted = True
+            progress.prefill_len = request.num_tokens
+            if num_cached < self.window.sink_blocks:
+                progress.run_until = num_tokens
+            else:
+                self._let_go_of_unread(request.request_id, row)
+            if num_cached:
+                self._start_warm(request, row, num_cached)
+        unread = self._unread_blocks(request.request_id)
+        for index in range(num_cached, num_tokens // self.block_size):
+            block_hash = self._block_hash(request, index)
+            if block_hash is None:
+                break
+            self.num_cached_block[request.request_id] = index + 1
+            block = row[index]
+            was_run = index not in unread or (index + 1) * self.block_size <= progress.run_until
+            if was_run and not block.is_null and block.block_hash is None:
+                self.block_pool._insert_block_hash(
+                    make_block_hash_with_group_id(block_hash, self.kv_cache_group_id),
+                    block,
+                    num_tokens=(index + 1) * self.block_size,
+                )
+
+    def _let_go_of_unread(self, request_id: str, row: list[KVCacheBlock]) -> None:
+        """After a preemption more is unread than the prompt's length told when the row was made."""
+        for index in self._unread_blocks(request_id):
+            if index < len(row) and not row[index].is_null:
+                self.block_pool.free_blocks([row[index]])
+                row[index] = self._null_block
+
+    def _start_warm(self, request: Request, row: list[KVCacheBlock], num_hit: int) -> None:
+        """Put into the row, `num_hit` null blocks yet, what the pool has of its sink and window."""
+        first_query = request.num_tokens - 1 if self.skips_unread else num_hit * self.block_size
+        first = self.window.first_window_block(first_query)
+        wanted = [*range(min(self.window.sink_blocks, num_hit)), *range(first, num_hit)]
+        num_found = 0
+        for index in wanted:
+            block_hash = self._block_hash(request, index)
+            found = block_hash and self.block_pool.get_cached_block(
+                block_hash, [self.kv_cache_group_id]
+            )
+            if found:
+                self.block_pool.touch(found)
+                row[index] = found[0]
+                num_found += 1
+        if num_found == len(wanted):
+            self.num_warm_starts += 1
+        else:
+            self.num_cold_starts += 1
+        if time.monotonic() > self._next_log_line:
+            self._next_log_line = time.monotonic() + SECONDS_BETWEEN_LOG_LINES
+            logger.info(
+                "windowed_mtp: after prefix hits, %d requests started with the draft's whole KV (warm) "
+                "and %d without some of it (cold)",
+                self.num_warm_starts,
+                self.num_cold_starts,
+            )
+
+    def _block_hash(self, request: Request, index: int) -> BlockHash | None:
+        """What the KV of the request's block `index` depends on; None where that is not known yet.
+
+        An MTP head computes the KV of a position from its token's successor, so a block depends on one
+        token more than it has. The prefix's hash covers that one too, unless both end together.
+        """
+        end = (index + 1) * self.block_size
+        hash_size = self.block_pool.hash_block_size
+        covering = (end - 1) // hash_size
+        if end >= request.num_tokens or covering >= len(request.block_hashes):
+            return None
+        if end % hash_size == 0 and (request.mm_features or request.prompt_embeds is not None):
+            return None  # a token's id does not say what its embedding is
+        suffix = b"".join(n.to_bytes(8, "little") for n in (index, request.all_token_ids[end]))
+        return BlockHash(request.block_hashes[covering] + suffix)
 
     @classmethod
     def find_longest_cache_hit(

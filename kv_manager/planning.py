@@ -230,14 +230,19 @@ def _refuse_copies_of_packed_blocks(vllm_config: VllmConfig, kv_cache_specs: lis
 
 
 def _pool_blocks(vllm_config: VllmConfig, spec: RingSpec, native_num_blocks: int) -> int:
-    """Blocks of the ring pool: enough for every sequence, but no more bytes than native MTP."""
+    """Blocks of the ring pool: enough for every sequence and the cache of those that have ended, but
+    no more bytes than native MTP."""
     window, k = spec.draft_window, spec.num_speculative_tokens
     max_model_len = vllm_config.model_config.max_model_len
     in_flight = vllm_config.max_in_flight_tokens
+    num_seqs = vllm_config.scheduler_config.max_num_seqs
     # One more for the null block.
-    wanted = 1 + window.max_pool_blocks(
-        vllm_config.scheduler_config.max_num_seqs, k, in_flight, max_model_len
-    )
+    wanted = 1 + window.max_pool_blocks(num_seqs, k, in_flight, max_model_len)
+    cache = spec.cache_blocks
+    if not vllm_config.cache_config.enable_prefix_caching:
+        cache = 0
+    elif cache is None:
+        cache = ceil_div(num_seqs, 8) * window.ring_budget(k, max_model_len)
     native_bytes = native_num_blocks * spec.native.page_size_bytes
     affordable = native_bytes // spec.page_size_bytes
     least = 1 + window.max_held_blocks(k, in_flight, max_model_len)
@@ -255,9 +260,9 @@ def _pool_blocks(vllm_config: VllmConfig, spec: RingSpec, native_num_blocks: int
             "wait, or preempt one. Lower max_num_seqs or draft_window_size if that is not wanted.",
             affordable,
             wanted,
-            vllm_config.scheduler_config.max_num_seqs,
+            num_seqs,
         )
-    return min(wanted, affordable)
+    return min(wanted + cache, affordable)
 
 
 def _pool_bytes(spec: RingSpec, num_layers: int) -> int:

@@ -29,6 +29,11 @@ class RingSpec(AttentionSpec):
     num_speculative_tokens: int
     native: AttentionSpec
     """What vLLM would have used for this layer: the budget is compared with it."""
+    skips_unread: bool = False
+    """Whether the draft leaves out the prompt tokens whose KV nobody reads, which then have none."""
+    cache_blocks: int | None = None
+    """Blocks of the pool beyond the rings', for the rings of requests that have ended; None for a
+    modest number."""
     pool_blocks: int = 0
     """Blocks of the ring pool, its null block included; 0 until planned."""
 
@@ -37,22 +42,17 @@ class RingSpec(AttentionSpec):
         cls,
         native: AttentionSpec,
         kernel_block_sizes: Iterable[int | MultipleOf],
-        window: int,
-        sink: int,
-        num_speculative_tokens: int,
         prefix_match_unit: int | None = None,
+        **ring: Any,
     ) -> "RingSpec":
-        """The ring that takes the place of the spec `native`."""
+        """The ring that takes the place of the spec `native`; `ring` has the fields of its own."""
         native_only = native.__dataclass_fields__.keys() - AttentionSpec.__dataclass_fields__.keys()
         fields: dict[str, Any] = {
             "block_size": ring_block_size(native.block_size, kernel_block_sizes, prefix_match_unit),
             "page_size_padded": None,
-            "window": window,
-            "sink": sink,
-            "num_speculative_tokens": num_speculative_tokens,
             "native": native,
         }
-        return replace_as(native, cls, drop=native_only, **fields)
+        return replace_as(native, cls, drop=native_only, **fields, **ring)
 
     @property
     def draft_window(self) -> Window:

@@ -28,6 +28,12 @@ class WindowedMTPConfig(BaseModel):
     draft_kv_cache: Literal["ring", "full"] = "ring"
     """Where the draft's KV lives: in a fixed-size ring of blocks for each request, or in vLLM's own
     full draft KV cache, of which only the sink and the window are read."""
+    draft_ring_cache_blocks: int | None = Field(default=None, ge=0)
+    """Blocks of the ring pool for the rings of requests that have ended, so that a later request which
+    shares their prefix starts warm; None for a budget of every eighth sequence."""
+    draft_prefill: Literal["auto", "full"] = "auto"
+    """Which prompt tokens the draft runs on: those whose KV will be read, where the head allows it, or
+    all."""
     draft_attention_backend: Literal["native", "xformers"] = "native"
     """What computes the draft's attention: the backend that vLLM chose for it, or xFormers."""
 
@@ -123,6 +129,7 @@ def split_keys(
         raise ValueError(
             f"speculative_config of {METHOD}: {problems}. draft_window_size is an integer of at "
             'least 1, draft_sink_size one of at least 0, draft_kv_cache "ring" or "full", '
+            'draft_ring_cache_blocks an integer of at least 0, draft_prefill "auto" or "full", '
             'draft_attention_backend "native" or "xformers".'
         ) from None
     rest = {k: v for k, v in speculative_config.items() if k not in own}

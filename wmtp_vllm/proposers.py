@@ -1,9 +1,9 @@
 """The two proposers, V1's and V2's: vLLM's own, with the draft's attention layers re-equipped.
 
 Both runners load the model's own MTP head and then know the names of its attention layers. There,
-each layer gets a windowed attention backend and, with `draft_kv_cache: "ring"`, a ring spec. Nothing
-else of the proposers changes, neither of vLLM's V1 `SpecDecodeBaseProposer` nor of its V2
-`DraftModelSpeculator`.
+each layer gets a windowed attention backend and, with `draft_kv_cache: "ring"`, a ring spec; and the
+proposer leaves out the prompt tokens whose draft KV nobody will read. Nothing else of the proposers
+changes, neither of vLLM's V1 `SpecDecodeBaseProposer` nor of its V2 `DraftModelSpeculator`.
 """
 
 import functools
@@ -18,6 +18,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
+from wmtp_vllm import draft_prefill
 from wmtp_vllm.attention_backends.windowed import windowed_backend
 from wmtp_vllm.config import WindowedMTPConfig, selected
 from wmtp_vllm.kv_manager.spec import RingSpec
@@ -28,12 +29,32 @@ ring_layers: weakref.WeakSet[Attention] = weakref.WeakSet()
 """The draft layers of this process whose KV is in a ring."""
 
 
-def equip(vllm_config: VllmConfig, draft_layer_names: Collection[str]) -> None:
+def equip_v1(proposer: Any) -> None:
+    """Make V1's `SpecDecodeBaseProposer` windowed, once it has loaded its model.
+
+    Raises:
+        ValueError: a layer whose kind of attention the plugin does not handle.
+
+    """
+    if equip_layers(proposer.vllm_config, proposer._draft_attn_layer_names):
+        proposer.propose = draft_prefill.SkippingV1(proposer)
+
+
+def equip_v2(speculator: Any) -> None:
+    """The same for V2's `DraftModelSpeculator`."""
+    if equip_layers(speculator.vllm_config, speculator.draft_attn_layer_names):
+        speculator.propose = draft_prefill.SkippingV2(speculator)
+
+
+def equip_layers(vllm_config: VllmConfig, draft_layer_names: Collection[str]) -> bool:
     """Make the draft's attention layers windowed, if this engine selected `windowed_mtp`.
 
     Args:
         vllm_config: the engine's configuration.
         draft_layer_names: its draft's attention layers that have KV of their own.
+
+    Returns:
+        Whether the draft may leave out prompt tokens that nobody reads.
 
     Raises:
         ValueError: a layer whose kind of attention the plugin does not handle.
@@ -41,12 +62,16 @@ def equip(vllm_config: VllmConfig, draft_layer_names: Collection[str]) -> None:
     """
     config = selected(vllm_config)
     if config is None:
-        return
+        return False
+    skips_unread = draft_prefill.may_skip(vllm_config, config, draft_layer_names)
     for name in sorted(draft_layer_names):
-        _equip_layer(vllm_config, config, name)
+        _equip_layer(vllm_config, config, name, skips_unread)
+    return skips_unread
 
 
-def _equip_layer(vllm_config: VllmConfig, config: WindowedMTPConfig, name: str) -> None:
+def _equip_layer(
+    vllm_config: VllmConfig, config: WindowedMTPConfig, name: str, skips_unread: bool
+) -> None:
     layer = vllm_config.compilation_config.static_forward_context[name]
     native_spec = layer.get_kv_cache_spec(vllm_config)
     if not isinstance(layer, Attention) or type(native_spec) not in (
@@ -77,9 +102,15 @@ def _equip_layer(vllm_config: VllmConfig, config: WindowedMTPConfig, name: str) 
     is_ring = config.draft_kv_cache == "ring"
     layer.attn_backend = windowed_backend(native_backend, window, sink, 1 if is_ring else 0)
     if is_ring:
-        k = vllm_config.speculative_config.num_speculative_tokens
         layer.get_kv_cache_spec = functools.partial(
-            _ring_spec, layer.get_kv_cache_spec, native_backend, window, sink, k
+            _ring_spec,
+            layer.get_kv_cache_spec,
+            native_backend,
+            window=window,
+            sink=sink,
+            num_speculative_tokens=vllm_config.speculative_config.num_speculative_tokens,
+            skips_unread=skips_unread,
+            cache_blocks=config.draft_ring_cache_blocks,
         )
         ring_layers.add(layer)
 
@@ -87,14 +118,13 @@ def _equip_layer(vllm_config: VllmConfig, config: WindowedMTPConfig, name: str) 
 def _ring_spec(
     native_spec_of: Callable[[VllmConfig], Any],
     backend: type[AttentionBackend],
-    window: int,
-    sink: int,
-    num_speculative_tokens: int,
     vllm_config: VllmConfig,
+    **ring: Any,
 ) -> KVCacheSpec:
     native = native_spec_of(vllm_config)
     sizes = backend.get_supported_kernel_block_sizes(native)
     unit = vllm_config.cache_config.prefix_match_unit
-    ring = RingSpec.replacing(native, sizes, window, sink, num_speculative_tokens, unit)
     # The runner customises the spec that it gets from a layer; the budget compares like with like.
-    return replace(ring, native=backend.customize_spec(native))
+    return replace(
+        RingSpec.replacing(native, sizes, unit, **ring), native=backend.customize_spec(native)
+    )

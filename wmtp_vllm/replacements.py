@@ -41,14 +41,24 @@ def load_model_v1(original: Function, proposer: Any, target_model: Any) -> None:
     original(proposer, target_model)
     from wmtp_vllm import proposers
 
-    proposers.equip(proposer.vllm_config, proposer._draft_attn_layer_names)
+    proposers.equip_v1(proposer)
 
 
 def load_model_v2(original: Function, speculator: Any, target_model: Any) -> None:
     original(speculator, target_model)
     from wmtp_vllm import proposers
 
-    proposers.equip(speculator.vllm_config, speculator.draft_attn_layer_names)
+    proposers.equip_v2(speculator)
+
+
+def propose_draft_token_ids(original: Function, runner: Any, *args: Any, **kwargs: Any) -> Any:
+    """V1's proposer does not know the requests of its batch; its runner does."""
+    from wmtp_vllm.draft_prefill import SkippingV1
+
+    propose = getattr(runner.drafter, "propose", None)
+    if isinstance(propose, SkippingV1):
+        propose.input_batch = runner.input_batch
+    return original(runner, *args, **kwargs)
 
 
 def get_kv_cache_configs(original: Function, *args: Any) -> Any:

@@ -150,6 +150,64 @@ SEAMS = (
         "num_local_computed_tokens num_tokens_main_model apply_admission_cap prefill_end",
     ),
     _same(
+        "propose_draft_token_ids",
+        "wrapped",
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner.propose_draft_token_ids",
+        "self scheduler_output sampled_token_ids sampling_metadata hidden_states "
+        "sample_hidden_states aux_hidden_states spec_decode_metadata common_attn_metadata "
+        "slot_mappings",
+    ),
+    _same(
+        "propose_v1",
+        "called",
+        "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer.propose",
+        "self num_speculative_tokens target_token_ids target_positions target_hidden_states "
+        "next_token_ids token_indices_to_sample common_attn_metadata sampling_metadata "
+        "mm_embed_inputs num_rejected_tokens_gpu slot_mappings",
+    ),
+    _same(
+        "propose_v2",
+        "called",
+        "vllm.v1.worker.gpu.spec_decode.speculator:BaseSpeculator.propose",
+        "self input_batch attn_metadata slot_mappings last_hidden_states aux_hidden_states "
+        "num_sampled num_rejected last_sampled next_prefill_tokens temperature seeds dp_sync_state "
+        "dummy_run skip_attn_for_dummy_run mm_inputs is_profile num_speculative_tokens",
+    ),
+    _same(
+        "build_attn_metadata",
+        "called",
+        "vllm.v1.worker.gpu.attn_utils:build_attn_metadata",
+        "attn_groups num_reqs num_tokens query_start_loc_gpu query_start_loc_cpu max_query_len "
+        "seq_lens max_seq_len block_tables slot_mappings kv_cache_config seq_lens_cpu_upper_bound "
+        "dcp_local_seq_lens dcp_local_seq_lens_cpu_upper_bound positions is_prefilling "
+        "mm_req_doc_ranges model_specific_attn_metadata for_cudagraph_capture causal "
+        "rswa_prefix_lens ubatch_idx fast_prefill req_idx",
+    ),
+    _same(
+        "cache_blocks",
+        "overridden",
+        "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager.cache_blocks",
+        "self request num_tokens retention_interval replay_boundaries",
+    ),
+    _same(
+        "allocate_new_blocks",
+        "overridden",
+        "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager.allocate_new_blocks",
+        "self request_id num_tokens num_tokens_main_model",
+    ),
+    _same(
+        "block made findable",
+        "called",
+        "vllm.v1.core.block_pool:BlockPool._insert_block_hash",
+        "self block_hash_with_group_id block num_tokens",
+    ),
+    _same(
+        "reset of all pools",
+        "called",
+        "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.reset_prefix_cache",
+        "self",
+    ),
+    _same(
         "remove_skipped_blocks",
         "overridden",
         "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager.remove_skipped_blocks",

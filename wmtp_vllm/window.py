@@ -57,6 +57,24 @@ class Window:
         first = self.first_window_block(length - query_len)
         return [*range(min(self.sink_blocks, end)), *range(first, end)]
 
+    def unread_blocks(self, prefill_len: int) -> range:
+        """Blocks of a prefill between its sink and the window of its last token.
+
+        The draft's proposals count from the last token on, and none of them reads these: only the
+        earlier tokens of the prefill would, whose own proposals nobody asks for.
+        """
+        return range(self.sink_blocks, self.first_window_block(prefill_len - 1))
+
+    def num_read(self, start: int, end: int, prefill_len: int) -> int:
+        """How many tokens at the end of a prefill's chunk [start, end) have KV that is read.
+
+        All of a chunk that begins in the sink: what is run stays one piece.
+        """
+        unread = self.unread_blocks(prefill_len)
+        if start < unread.start * self.block_size:
+            return end - start
+        return min(end - start, max(0, end - unread.stop * self.block_size))
+
     def compact_table(
         self, row: list[int], length: int, query_len: int, null_blocks: Iterable[int] = (0,)
     ) -> tuple[list[int], int]:
@@ -67,10 +85,11 @@ class Window:
         reference for `wmtp_vllm.attention_backends.compact_table`.
         """
         nulls = frozenset(null_blocks)
-        kept = self.kept_blocks(length, query_len)
-        ids = [row[i] for i in kept if row[i] not in nulls]
-        gap_blocks = ceil_div(length, self.block_size) - len(ids)
-        return ids, max(0, length - gap_blocks * self.block_size)
+        held = [i for i in self.kept_blocks(length, query_len) if row[i] not in nulls]
+        tokens = len(held) * self.block_size
+        if held and held[-1] == (length - 1) // self.block_size:
+            tokens -= -length % self.block_size  # the last block is not full
+        return [row[i] for i in held], tokens
 
     def max_kept_blocks(self, query_len: int) -> int:
         """Most blocks that a call with at most `query_len` queries a request can read."""

@@ -6,6 +6,7 @@ call of the draft's attention compares what the compact table lists with what wa
 positions that the draft should see.
 """
 
+import itertools
 import random
 import zlib
 from collections.abc import Sequence
@@ -21,8 +22,7 @@ from wmtp_vllm.kv_manager.manager import RingManager
 from wmtp_vllm.window import Window
 
 VOCABULARY = 1000
-TOKEN_BITS = 21
-POSITION_BITS = 21
+PRIME = (1 << 61) - 1
 RIGHT_DRAFTS = 0.7
 """Chance that a draft is right, if all before it are."""
 
@@ -31,9 +31,17 @@ class Mismatch(AssertionError):
     """The draft would read something else than what was written for what it should see."""
 
 
-def codes(number: int, positions: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """What a slot of the shadow holds: whose, which position's and which token's KV it is."""
-    return (number << POSITION_BITS | positions) << TOKEN_BITS | (tokens + 2)  # from -1, padding
+def truth_of(tokens: np.ndarray) -> np.ndarray:
+    """[max_model_len]: what a slot of the shadow holds where the KV of each position is right.
+
+    A number for all that the KV of an MTP head depends on: the tokens up to that position's, and the
+    one after it.
+    """
+    truth, chain = [], 1
+    for token, successor in itertools.pairwise([*tokens.tolist(), 0]):
+        chain = (chain * 1_000_003 + token + 1) % PRIME
+        truth.append((chain * 1_000_033 + successor + 1) % PRIME)
+    return np.array(truth)
 
 
 @dataclass
@@ -41,18 +49,17 @@ class State:
     """What the worker knows of a request."""
 
     request: Request
-    number: int
     tokens: np.ndarray  # [max_model_len], of the prompt, and those that the target will sample
-    written: np.ndarray  # [max_model_len], the code last written for each position; 0: none yet
+    truth: np.ndarray  # [max_model_len]
+    written: np.ndarray  # [max_model_len], what was last written for each position; 0: nothing held
     row: list[int] = field(default_factory=list)
-    cold: int = 0  # tokens of the prefix hit, whose draft KV is not in the ring
+    hit: int = 0  # tokens of the prefix hit
+    prefill_len: int = 0  # tokens at admission
     start: int = 0  # first position of the last step
+    rows: int = 0  # of the last step's tokens, those that the draft ran on
     computed: int = 0
     length: int = 0  # tokens that exist: the prompt's and the sampled ones
     drafts: list[int] = field(default_factory=list)
-
-    def truth(self, positions: np.ndarray) -> np.ndarray:
-        return codes(self.number, positions, self.tokens[positions])
 
 
 class ShadowWorker:
@@ -67,10 +74,13 @@ class ShadowWorker:
         self.group, self.rng = group, rng
         self.states: dict[str, State] = {}
         self.num_reads = 0
+        self.num_skipped = 0  # prompt tokens that the draft did not run on
+        self.num_wrong = 0
         self.null_blocks: Sequence[int] = (0,)
         self.window: Window | None = None
         if ring is not None:
             self.window = self.definition = ring.kv_cache_spec.draft_window
+            self.skips_unread = ring.kv_cache_spec.skips_unread
             shape = ring.kv_cache_spec.pool_blocks, self.window.block_size
             self.kv = np.zeros(shape, dtype=np.int64)
 
@@ -78,8 +88,9 @@ class ShadowWorker:
         positions = np.arange(self.max_model_len)
         tokens = (positions * 7919 + zlib.crc32(request.request_id.encode())) % VOCABULARY
         tokens[: request.num_prompt_tokens] = request.prompt_token_ids
-        number = len(self.states) + 1
-        self.states[request.request_id] = State(request, number, tokens, np.zeros_like(tokens))
+        self.states[request.request_id] = State(
+            request, tokens, truth_of(tokens), np.zeros_like(tokens)
+        )
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         for new in output.scheduled_new_reqs:
@@ -105,11 +116,12 @@ class ShadowWorker:
                 drafts = state.drafts[: len(drafts)]
             sampled.append(self._verify(state, num_tokens, drafts))
         for state, (_, num_tokens) in zip(states, steps, strict=True):
-            self._read(state, state.start + num_tokens, num_tokens)
+            if state.rows:
+                self._read(state, state.start + num_tokens, state.rows)
         for i in range(self.k - 1):
-            drafting = [s for s in states if s.computed + i < self.max_model_len]
+            drafting = [s for s in states if s.rows and s.computed + i < self.max_model_len]
             for state in drafting:
-                self._write(state, state.computed + i, [state.drafts[i]])
+                self._write(state, state.computed + i, state.computed + i + 1, 0)
             for state in drafting:
                 self._read(state, state.computed + i + 1, 1)
         index = {req_id: i for i, (req_id, _) in enumerate(steps)}
@@ -118,16 +130,19 @@ class ShadowWorker:
     def _admit(self, req_id: str, ids: tuple[list[int], ...], computed: int) -> None:
         state = self.states[req_id]
         state.row, state.drafts = list(ids[self.group]), []
-        state.computed = state.cold = computed
+        state.computed = state.hit = computed
         state.length = state.request.num_tokens
+        state.prefill_len = state.length
         state.written[:] = 0
+        if self.window is not None:
+            held = np.repeat(np.array(state.row) > 0, self.window.block_size)[:computed]
+            state.written[:computed][held] = state.truth[:computed][held]
 
     def _verify(self, state: State, num_tokens: int, drafts: Sequence[int]) -> list[int]:
         """Verify `drafts` behind the tokens that exist, and draft anew; returns what is sampled."""
         start, end = state.computed, state.computed + num_tokens
         tail = end - len(drafts)
         assert tail <= state.length, "tokens are scheduled that nobody has sampled"
-        self._write(state, start, [*state.tokens[start:tail], *drafts])
 
         sampled: list[int] = []
         if tail == state.length:
@@ -138,6 +153,8 @@ class ShadowWorker:
             state.length += len(sampled)
             end = tail + accepted
         state.start, state.computed = start, end
+        state.rows = self._rows(state, num_tokens)
+        self._write(state, start + num_tokens - state.rows, start + num_tokens, end)
 
         state.drafts = self._next_tokens(state, end + 1, self.k)
         num_right = next((i for i in range(self.k) if self.rng.random() > RIGHT_DRAFTS), self.k)
@@ -145,21 +162,40 @@ class ShadowWorker:
             state.drafts[i] = (state.drafts[i] + 1) % VOCABULARY
         return sampled
 
+    def _rows(self, state: State, num_tokens: int) -> int:
+        """How many of the step's last tokens the draft runs on."""
+        if self.window is None or not self.skips_unread:
+            return num_tokens
+        if state.start >= state.prefill_len:
+            return num_tokens
+        end = state.start + num_tokens
+        rows = self.definition.num_read(state.start, end, state.prefill_len)
+        # A batch that needs none is skipped; in others such a request keeps its last row.
+        rows = rows or self.rng.choice([0, 1])
+        self.num_skipped += num_tokens - rows
+        return rows
+
     def _next_tokens(self, state: State, position: int, count: int) -> list[int]:
         """What the target will sample from `position` on; of no matter past the maximum length."""
         tokens = state.tokens[position : position + count].tolist()
         return tokens + [0] * (count - len(tokens))
 
-    def _write(self, state: State, start: int, tokens: list[int]) -> None:
+    def _write(self, state: State, start: int, end: int, right_until: int) -> None:
+        """The draft's KV of [start, end), which is right before `right_until`."""
         if self.window is None:
             return
         b = self.window.block_size
-        positions = np.arange(start, start + len(tokens))
-        blocks = np.array(state.row[start // b : (start + len(tokens) - 1) // b + 1])
-        slots = blocks[positions // b - start // b]
-        if not slots.all():
+        positions = np.arange(start, end)
+        slots = np.array(state.row[start // b : -(-end // b)], dtype=int)[
+            positions // b - start // b
+        ]
+        unread = self.definition.unread_blocks(state.prefill_len) if self.skips_unread else []
+        if not np.isin(positions[slots == 0] // b, unread).all():
             raise Mismatch(f"KV of {state.request.request_id} goes to the null block")
-        state.written[positions] = codes(state.number, positions, np.array(tokens))
+        positions, slots = positions[slots > 0], slots[slots > 0]
+        self.num_wrong += len(positions)
+        wrong = -self.num_wrong - np.arange(len(positions))  # like nothing else
+        state.written[positions] = np.where(positions < right_until, state.truth[positions], wrong)
         self.kv[slots, positions % b] = state.written[positions]
 
     def _read(self, state: State, length: int, query_len: int) -> None:
@@ -169,13 +205,31 @@ class ShadowWorker:
         b, first = self.definition.block_size, length - query_len
         sink_end = min(-(-self.definition.sink // b) * b, length)
         window_start = max(sink_end, (first - self.definition.size + 1) // b * b)
-        seen = np.r_[0:sink_end, window_start:length]
-        seen = seen[seen >= state.cold]
+        seen = self._counting(state, np.r_[0:sink_end, window_start:length])
+        is_held = state.written[seen] != 0
+        if length >= state.prefill_len and state.hit == 0 and not is_held.all():
+            raise Mismatch(f"{state.request.request_id} lacks KV at length {length}")
+        seen = seen[is_held]
 
-        ids, held = self.window.compact_table(state.row, length, query_len, self.null_blocks)
-        if not np.array_equal(self.kv[ids].ravel()[:held], state.written[seen]):
+        ids, num_held = self.window.compact_table(state.row, length, query_len, self.null_blocks)
+        kept = [
+            i
+            for i in self.window.kept_blocks(length, query_len)
+            if state.row[i] not in self.null_blocks
+        ]
+        listed = np.array([i * b + j for i in kept for j in range(b)], dtype=int)[:num_held]
+        counts = np.isin(listed, self._counting(state, listed))
+        kv = self.kv[ids].ravel()[:num_held][counts]
+        if not np.array_equal(kv, state.written[seen]):
             raise Mismatch(f"{state.request.request_id} reads other KV at length {length}")
         past = seen[seen < state.start]
-        if not np.array_equal(state.written[past], state.truth(past)):
+        if not np.array_equal(state.written[past], state.truth[past]):
             raise Mismatch(f"{state.request.request_id} reads rejected KV at length {length}")
         self.num_reads += 1
+
+    def _counting(self, state: State, positions: np.ndarray) -> np.ndarray:
+        """Without those that nothing reads that counts: what is drafted there is thrown away."""
+        if not self.skips_unread:
+            return positions
+        unread = self.definition.unread_blocks(state.prefill_len)
+        return positions[~np.isin(positions // self.definition.block_size, unread)]

@@ -16,14 +16,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from vllm import logger as vllm_logger
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import CUDAGraphMode, KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
 from tests.support.engine import native, windowed
-from wmtp_vllm import draft_rope, proposers
+from wmtp_vllm import draft_prefill, draft_rope, proposers
 from wmtp_vllm.config import METHOD, Selection, WindowedMTPConfig
 from wmtp_vllm.kv_manager.spec import RingSpec
 from wmtp_vllm.refusals import checkpoint_tensor_names, is_mtp_tensor
@@ -366,15 +366,22 @@ class FakeLayer(Attention):
 ENGINE: Any = SimpleNamespace(cache_config=SimpleNamespace(prefix_match_unit=None))
 
 
-def equip(layer: Any, **keys: Any) -> None:
-    """What happens to a draft's layer after loading."""
+def fake_config(layers: dict[str, Any], **keys: Any) -> Any:
     own = WindowedMTPConfig(**{"draft_window_size": 256, "draft_sink_size": 32} | keys)
-    vllm_config: Any = SimpleNamespace(
+    return SimpleNamespace(
         additional_config={METHOD: Selection(own.model_dump())},
-        compilation_config=SimpleNamespace(static_forward_context={"mtp.attn": layer}),
+        compilation_config=SimpleNamespace(
+            static_forward_context=layers, cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE
+        ),
+        model_config=SimpleNamespace(supports_multimodal_inputs=False),
+        parallel_config=SimpleNamespace(data_parallel_size=1, enable_eplb=False),
         speculative_config=SimpleNamespace(num_speculative_tokens=3),
     )
-    proposers.equip(vllm_config, {"mtp.attn"})
+
+
+def equip(layer: Any, **keys: Any) -> None:
+    """What happens to a draft's layer after loading."""
+    proposers.equip_layers(fake_config({"mtp.attn": layer}, **keys), {"mtp.attn"})
 
 
 def shape(**more: Any) -> dict[str, Any]:
@@ -537,3 +544,43 @@ class TestRope:
 def stretched(hf_config: Any) -> Any:
     hf_config.rope_parameters = YARN
     return hf_config
+
+
+class TestPromptTokensLeftOut:
+    def test_where_the_head_has_one_layer_of_attention_and_its_kv_is_in_a_ring(self) -> None:
+        layer = FakeLayer(FullAttentionSpec(**shape()))
+        assert proposers.equip_layers(fake_config({"mtp.attn": layer}), {"mtp.attn"})
+        assert layer.get_kv_cache_spec(ENGINE).skips_unread
+
+    @pytest.mark.parametrize(
+        ("part", "change", "why"),
+        [
+            ("parallel_config", {"data_parallel_size": 2}, "under data parallelism"),
+            ("parallel_config", {"enable_eplb": True}, "experts are balanced"),
+            ("model_config", {"supports_multimodal_inputs": True}, "multimodal embeddings"),
+            ("compilation_config", {"cudagraph_mode": CUDAGraphMode.FULL}, "FULL CUDA graphs"),
+            (None, {}, "its head has 2 layers of attention"),
+        ],
+    )
+    def test_not_where_more_depends_on_them_and_the_log_says_why(
+        self, monkeypatch: pytest.MonkeyPatch, part: str | None, change: dict[str, Any], why: str
+    ) -> None:
+        said: list[str] = []
+        monkeypatch.setattr(
+            draft_prefill.logger, "info_once", lambda line, *args: said.append(line % args)
+        )
+        layers = {f"mtp.{i}.attn": FakeLayer(FullAttentionSpec(**shape())) for i in range(2)}
+        config = fake_config(layers)
+        if part is not None:
+            layers.popitem()
+            vars(getattr(config, part)).update(change)
+        assert not proposers.equip_layers(config, layers)
+        assert not layers["mtp.0.attn"].get_kv_cache_spec(ENGINE).skips_unread
+        (line,) = said
+        assert line.startswith("windowed_mtp: the draft runs on the whole prompt")
+        assert why in line
+
+    @pytest.mark.parametrize("key", [{"draft_prefill": "full"}, {"draft_kv_cache": "full"}])
+    def test_not_where_the_user_wants_the_whole_prompt(self, key: dict[str, str]) -> None:
+        layer = FakeLayer(FullAttentionSpec(**shape()))
+        assert not proposers.equip_layers(fake_config({"mtp.attn": layer}, **key), {"mtp.attn"})

@@ -1,4 +1,7 @@
-"""Four gaps of Triton's interpreter that vLLM's and xFormers' kernels meet; done only with TRITON_INTERPRET=1."""
+"""Four gaps of Triton's interpreter, which vLLM's and xFormers' kernels meet.
+
+Done only with TRITON_INTERPRET=1.
+"""
 
 import inspect
 import os
