@@ -75,6 +75,22 @@ class Engine:
         return self.core.model_executor.driver_worker.worker
 
     @property
+    def windowed(self) -> bool:
+        return self.llm.llm_engine.vllm_config.speculative_config is not None
+
+    @property
+    def proposer(self) -> Any:
+        """V1's proposer, or V2's speculator."""
+        runner = self.worker.model_runner
+        return getattr(runner, "speculator", None) or runner.drafter
+
+    @property
+    def ring(self) -> Any:
+        """The `RingManager`."""
+        managers = self.kv_cache_manager.coordinator.single_type_managers
+        return next(m for m in managers if hasattr(m, "num_warm_starts"))
+
+    @property
     def core(self) -> Any:
         """vLLM's `EngineCore`, which is in this process."""
         return self.llm.llm_engine.engine_core.engine_core
