@@ -1,6 +1,5 @@
 """The block manager of the rings: pinned sink blocks, rotating window blocks, a pool of its own."""
 
-import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.request import Request
 
 from wmtp_vllm.kv_manager.spec import RingSpec
+from wmtp_vllm.pace import Pace
 from wmtp_vllm.window import ceil_div
 
 logger = init_logger("vllm.wmtp_vllm.manager")
@@ -28,7 +28,6 @@ MORE_THAN_ANY_POOL = 1 << 60
 """Blocks "needed" when the ring pool is empty. The scheduler compares the sum over all managers with
 the free blocks of the *target's* pool, so this makes the request wait, or preempts one, exactly as
 for any other missing KV block."""
-SECONDS_BETWEEN_LOG_LINES = 10.0
 
 
 @dataclass
@@ -77,7 +76,7 @@ class RingManager(SingleTypeKVCacheManager):
         self.progress: defaultdict[str, Progress] = defaultdict(Progress)
         self.num_warm_starts = 0
         self.num_cold_starts = 0
-        self._next_log_line = 0.0
+        self._pace = Pace()
 
     def get_num_blocks_to_allocate(
         self,
@@ -122,7 +121,9 @@ class RingManager(SingleTypeKVCacheManager):
         unread = self._unread_blocks(request_id)
         if row_length < self.window.sink_blocks:
             # The draft runs on all of a chunk that begins in the sink.
-            unread = unread[max(0, ceil_div(num_tokens_main_model, self.block_size) - unread.start) :]
+            unread = unread[
+                max(0, ceil_div(num_tokens_main_model, self.block_size) - unread.start) :
+            ]
         end = ceil_div(num_tokens, self.block_size)
         return [index for index in range(row_length, end) if index not in unread]
 
@@ -234,8 +235,7 @@ class RingManager(SingleTypeKVCacheManager):
             self.num_warm_starts += 1
         else:
             self.num_cold_starts += 1
-        if time.monotonic() > self._next_log_line:
-            self._next_log_line = time.monotonic() + SECONDS_BETWEEN_LOG_LINES
+        if self._pace.is_due():
             logger.info(
                 "windowed_mtp: after prefix hits, %d requests started with the draft's whole KV (warm) "
                 "and %d without some of it (cold)",

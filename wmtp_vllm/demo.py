@@ -30,6 +30,8 @@ ENVIRONMENT = {
     # On a CPU: no compiler run for a demo of seconds. Elsewhere it is not read.
     "VLLM_CPU_CI_ENV": "1",
 }
+MORE = 40
+"""Tokens that the next turn of a conversation adds to the answer."""
 TEXT = (
     "A river does not hurry, and yet it reaches the sea. The miller counts sacks, the ferryman "
     "counts crossings, and the heron counts nothing at all. When the frost comes the reeds turn "
@@ -46,6 +48,8 @@ class Arm:
     context: list[int]
     """prompt lengths, tokens"""
     max_tokens: int
+    turns: int
+    """how often each prompt is asked, longer each time by the answer and a little more"""
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,13 @@ class Result:
     draft_kv_bytes: int
     kv_capacity: int
     """tokens that vLLM reports to have room for"""
+    cached_tokens: int
+    """prompt tokens found in the prefix cache"""
+    warm_starts: int
+    """of the requests with a prefix hit, those whose draft had all KV that it reads"""
+    cold_starts: int
+    prompt_tokens_skipped: int
+    """prompt tokens that the draft did not run on"""
     seconds: float
 
 
@@ -84,6 +95,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="prompt lengths in tokens (default: 300 1500 6000)",
     )
     parser.add_argument("--max-tokens", type=int, default=64, help="tokens to generate a prompt")
+    parser.add_argument(
+        "--turns",
+        type=int,
+        help="turns of each conversation; from the second on they hit the prefix cache (default: 2, "
+        "and 1 for the tiny hybrid model, whose prefix caching vLLM cannot run on a CPU)",
+    )
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N")
     parser.add_argument(
@@ -112,12 +129,14 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _arm(options: argparse.Namespace, method: str, scratch: Path) -> Arm:
+    is_tiny_hybrid = options.model is None and options.tiny == "hybrid"
+    turns = options.turns or (1 if is_tiny_hybrid else 2)
     arguments: dict[str, Any] = {
         "model": options.model,
         "dtype": options.dtype,
         "tensor_parallel_size": options.tensor_parallel_size,
-        "max_model_len": max(options.context) + options.max_tokens + 16,
-        "enable_prefix_caching": False,
+        "max_model_len": max(options.context) + turns * (options.max_tokens + MORE) + 16,
+        "enable_prefix_caching": turns > 1,
         "disable_log_stats": False,
     }
     if options.model is None:
@@ -136,7 +155,7 @@ def _arm(options: argparse.Namespace, method: str, scratch: Path) -> Arm:
             "draft_sink_size": options.draft_sink_size,
         }
     arguments |= options.engine_arguments
-    return Arm(ARMS[method], arguments, options.context, options.max_tokens)
+    return Arm(ARMS[method], arguments, options.context, options.max_tokens, turns)
 
 
 def _run(arm: Arm, scratch: Path) -> Result:
@@ -173,21 +192,36 @@ def _generate(arm: Arm) -> Result:
             _watch(builder, read)
 
     tokenizer = llm.get_tokenizer()
-    prompts = [{"prompt_token_ids": _prompt(tokenizer, length)} for length in arm.context]
+    prompts = [_prompt(tokenizer, length) for length in arm.context]
     sampling = SamplingParams(temperature=0, max_tokens=arm.max_tokens, ignore_eos=True)
-    started = time.perf_counter()
-    outputs = llm.generate(prompts, sampling, use_tqdm=False)
-    seconds = time.perf_counter() - started
+    answers: list[list[int]] = []
+    cached_tokens, seconds = 0, 0.0
+    for _ in range(arm.turns):
+        started = time.perf_counter()
+        outputs = llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False
+        )
+        seconds += time.perf_counter() - started
+        answers += (new := [list(output.outputs[0].token_ids) for output in outputs])
+        cached_tokens += sum(output.num_cached_tokens or 0 for output in outputs)
+        prompts = [p + a + p[:MORE] for p, a in zip(prompts, new, strict=True)]
 
     counters = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
     num_drafts = counters.get("vllm:spec_decode_num_drafts") or 0
     accepted = counters.get("vllm:spec_decode_num_accepted_tokens") or 0
+    ring = seams.ring_of(llm)
+    if has_draft:
+        (*drafts,) = llm.collective_rpc(seams.draft_of)
     return Result(
-        answers=[list(output.outputs[0].token_ids) for output in outputs],
+        answers=answers,
         acceptance_length=1 + accepted / num_drafts if num_drafts else None,
         draft_tokens_read=max(read, default=None),
         draft_kv_bytes=sum(_kv_bytes(draft) for draft in drafts),
         kv_capacity=llm.llm_engine.vllm_config.cache_config.kv_cache_size_tokens,
+        cached_tokens=cached_tokens,
+        warm_starts=ring.num_warm_starts if ring else 0,
+        cold_starts=ring.num_cold_starts if ring else 0,
+        prompt_tokens_skipped=max((draft.num_rows_skipped for draft in drafts), default=0),
         seconds=seconds,
     )
 
@@ -229,7 +263,9 @@ def _prompt(tokenizer: Any, length: int) -> list[int]:
 
 def _table(options: argparse.Namespace, results: dict[str, Result]) -> str:
     reference = results["none"]
-    rows = [["", "output", "AL", "draft reads a step", "draft KV", "KV capacity", "time"]]
+    rows = [
+        ["", "output", "AL", "draft reads a step", "draft KV", "KV capacity", "cache hits", "time"]
+    ]
     for method, result in results.items():
         identical = "yes" if result.answers == reference.answers else "no"
         al, read = result.acceptance_length, result.draft_tokens_read
@@ -241,6 +277,7 @@ def _table(options: argparse.Namespace, results: dict[str, Result]) -> str:
                 "-" if read is None else f"{read:,} tokens",
                 f"{result.draft_kv_bytes / 2**20:.1f} MiB" if result.draft_kv_bytes else "-",
                 f"{result.kv_capacity:,} tokens",
+                f"{result.cached_tokens:,} tokens",
                 f"{result.seconds:.1f} s",
             ]
         )
@@ -249,10 +286,14 @@ def _table(options: argparse.Namespace, results: dict[str, Result]) -> str:
         f"{{:{'<' if column < 2 else '>'}{width}}}" for column, width in enumerate(widths)
     )
     lines = [aligned.format(*row) for row in rows]
+    windowed = results[METHOD]
     lines += [
         "",
+        f"The windowed draft did not run on {windowed.prompt_tokens_skipped:,} prompt tokens whose KV "
+        f"it would never read; after a cache hit it had all KV that it reads {windowed.warm_starts} "
+        f"times (warm start), and {windowed.cold_starts} times not (cold start).",
         f"Prompts of {', '.join(f'{n:,}' for n in options.context)} tokens, "
-        f"{options.max_tokens} generated each, greedy; K = {options.num_speculative_tokens}, "
+        f"{options.max_tokens} generated each turn, greedy; K = {options.num_speculative_tokens}, "
         f"W = {options.draft_window_size}, S = {options.draft_sink_size}.",
         "AL: tokens per step. Draft reads: KV of one request, at most. The time is of one run, and "
         "no measurement of speed.",

@@ -19,6 +19,7 @@ from vllm.logger import init_logger
 from wmtp_vllm import seams
 from wmtp_vllm.config import WindowedMTPConfig
 from wmtp_vllm.kv_manager.spec import RingSpec
+from wmtp_vllm.pace import Pace
 from wmtp_vllm.window import Window
 
 logger = init_logger("vllm.wmtp_vllm.draft_prefill")
@@ -108,11 +109,17 @@ class Skipping:
         self.propose = proposer.propose
         self.num_rows_run = 0
         self.num_rows_skipped = 0
+        self._pace = Pace()
 
     def count(self, num_tokens: int, rows: Rows | None) -> None:
         num_run = num_tokens if rows is None else len(rows.kept)
         self.num_rows_run += num_run
         self.num_rows_skipped += num_tokens - num_run
+        if num_run < num_tokens and self._pace.is_due():
+            logger.info(
+                "windowed_mtp: the draft did not run on %d prompt tokens whose KV it never reads",
+                self.num_rows_skipped,
+            )
 
 
 class SkippingV1(Skipping):

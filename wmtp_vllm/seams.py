@@ -384,6 +384,8 @@ class Draft:
     layer_names: list[str]
     metadata_builders: list[Any]
     kv_cache_config: Any
+    num_rows_skipped: int
+    """Prompt tokens that it did not run on, so far."""
 
 
 def draft_of(worker: Any) -> Draft:
@@ -397,4 +399,14 @@ def draft_of(worker: Any) -> Draft:
         names = getattr(proposer, "_draft_attn_layer_names", set())
         groups = getattr(proposer, "draft_attn_groups", [])
     builders = [builder for group in groups for builder in group.metadata_builders]
-    return Draft(sorted(names), builders, runner.kv_cache_config)
+    skipped = getattr(getattr(proposer, "propose", None), "num_rows_skipped", 0)
+    return Draft(sorted(names), builders, runner.kv_cache_config, skipped)
+
+
+def ring_of(llm: Any) -> Any:
+    """The `RingManager` of an `LLM` whose engine core is in this process, or None."""
+    core = getattr(llm.llm_engine.engine_core, "engine_core", None)
+    if core is None:
+        return None
+    managers = core.scheduler.kv_cache_manager.coordinator.single_type_managers
+    return next((m for m in managers if hasattr(m, "num_warm_starts")), None)

@@ -46,7 +46,8 @@ def test_all_three_arms_print_identical_output(ran):
 def test_windowed_reads_the_window_and_native_the_whole_context(ran):
     _, results = ran
     assert results["windowed_mtp"]["draft_tokens_read"] <= SINK + WINDOW + 2 * BLOCK
-    assert LONGEST <= results["mtp"]["draft_tokens_read"] <= LONGEST + MAX_TOKENS + 4
+    second_turn = LONGEST + MAX_TOKENS + demo.MORE
+    assert LONGEST <= results["mtp"]["draft_tokens_read"] <= second_turn + MAX_TOKENS + 4
     assert results["none"]["draft_tokens_read"] is None
 
 
@@ -54,6 +55,16 @@ def test_windowed_leaves_the_drafts_kv_to_the_target(ran):
     _, results = ran
     assert results["windowed_mtp"]["draft_kv_bytes"] < results["mtp"]["draft_kv_bytes"] / 4
     assert results["windowed_mtp"]["kv_capacity"] > results["mtp"]["kv_capacity"]
+
+
+def test_the_second_turn_hits_the_cache_as_without_speculation_and_starts_warm(ran):
+    done, results = ran
+    windowed = results["windowed_mtp"]
+    assert windowed["cached_tokens"] == results["none"]["cached_tokens"] > LONGEST
+    assert windowed["warm_starts"] >= 2
+    assert windowed["cold_starts"] == 0
+    assert 0 < windowed["prompt_tokens_skipped"] < LONGEST
+    assert f"{windowed['warm_starts']} times (warm start)" in done.stdout
 
 
 def test_both_drafts_are_accepted(ran):
@@ -65,7 +76,7 @@ def test_both_drafts_are_accepted(ran):
 @pytest.mark.parametrize("wrong", ["", "mtp", "windowed_mtp"])
 def test_an_arm_that_answers_otherwise_fails_the_demo(monkeypatch, capsys, wrong):
     """Negative control: fabricated results, one answer of which may differ in its last token."""
-    right = demo.Result([[5, 6, 7], [8, 9, 10]], 2.5, 700, 1 << 20, 5000, 1.0)
+    right = demo.Result([[5, 6, 7], [8, 9, 10]], 2.5, 700, 1 << 20, 5000, 0, 0, 0, 0, 1.0)
 
     def run(arm: demo.Arm, scratch: Path) -> demo.Result:
         method = arm.engine_arguments.get("speculative_config", {}).get("method")

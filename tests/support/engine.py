@@ -8,6 +8,8 @@ from typing import Any
 
 from vllm import LLM, SamplingParams
 
+from wmtp_vllm import seams
+
 SMALL = {
     "dtype": "float32",
     "enforce_eager": True,
@@ -87,8 +89,7 @@ class Engine:
     @property
     def ring(self) -> Any:
         """The `RingManager`."""
-        managers = self.kv_cache_manager.coordinator.single_type_managers
-        return next(m for m in managers if hasattr(m, "num_warm_starts"))
+        return seams.ring_of(self.llm)
 
     @property
     def core(self) -> Any:
