@@ -2,9 +2,10 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from wmtp_vllm import __version__, check, demo
+from wmtp_vllm.bench import command as bench
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -13,16 +14,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
-    check_parser = commands.add_parser(
-        "check", help="does the plugin fit the installed vLLM? exits 0 or 1"
-    )
-    check.add_arguments(check_parser)
-    demo_parser = commands.add_parser(
-        "demo", help="generate with no speculation, native MTP and windowed MTP, and compare"
-    )
-    demo.add_arguments(demo_parser)
+    for name, command, what in (
+        ("check", check, "does the plugin fit the installed vLLM? exits 0 or 1"),
+        ("demo", demo, "generate with no speculation, native MTP and windowed MTP, and compare"),
+        ("bench", bench, "measure the three over contexts, windows and depths"),
+    ):
+        subparser = commands.add_parser(name, help=what)
+        command.add_arguments(subparser)
+        subparser.set_defaults(run=command.main)
     options = parser.parse_args(arguments)
-    return check.main(options) if options.command == "check" else demo.main(options)
+    run: Callable[[argparse.Namespace], int] = options.run
+    return run(options)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,6 @@ Each arm is an engine in a process of its own, so that none can warm, fill or pa
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -14,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from wmtp_vllm import child
 from wmtp_vllm.config import METHOD
 
 ARMS = {"none": "no speculation", "mtp": "native MTP", METHOD: "windowed MTP"}
@@ -23,12 +22,6 @@ TINY_MODEL_ARGUMENTS = {
     "kv_cache_memory_bytes": 256 << 20,
     "max_num_seqs": 8,
     "max_num_batched_tokens": 1024,
-}
-ENVIRONMENT = {
-    # The draft's metadata is read where it is made, so the engine runs in the arm's own process.
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # On a CPU: no compiler run for a demo of seconds. Elsewhere it is not read.
-    "VLLM_CPU_CI_ENV": "1",
 }
 MORE = 40
 """Tokens that the next turn of a conversation adds to the answer."""
@@ -119,7 +112,7 @@ def main(options: argparse.Namespace) -> int:
         results = {}
         for number, method in enumerate(ARMS, start=1):
             _say(f"[{number}/{len(ARMS)}] {ARMS[method]}: starting vLLM and generating ...")
-            results[method] = _run(_arm(options, method, Path(scratch)), Path(scratch))
+            results[method] = _run(_arm(options, method, Path(scratch)))
         _say("")
     print(_table(options, results))
     if options.json:
@@ -158,22 +151,13 @@ def _arm(options: argparse.Namespace, method: str, scratch: Path) -> Arm:
     return Arm(ARMS[method], arguments, options.context, options.max_tokens, turns)
 
 
-def _run(arm: Arm, scratch: Path) -> Result:
+def _run(arm: Arm) -> Result:
     """Run one arm in a process of its own; its log is shown only if it fails."""
-    request, response, log = (scratch / name for name in ("arm.json", "result.json", "arm.log"))
-    request.write_text(json.dumps(asdict(arm)))
-    with log.open("w") as output:
-        status = subprocess.run(
-            [sys.executable, "-m", "wmtp_vllm.demo", str(request), str(response)],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=os.environ | ENVIRONMENT,
-            check=False,
-        )
-    if status.returncode != 0:
+    try:
+        return Result(**child.call("wmtp_vllm.demo", asdict(arm)))
+    except child.ChildFailed as failed:
         _say("")
-        sys.exit(f"{log.read_text()}\nwmtp demo: {arm.title} failed; its log is above.")
-    return Result(**json.loads(response.read_text()))
+        sys.exit(f"{failed}\nwmtp demo: {arm.title} failed; its log is above.")
 
 
 def _generate(arm: Arm) -> Result:
@@ -315,5 +299,4 @@ def _say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    _request, _response = map(Path, sys.argv[1:])
-    _response.write_text(json.dumps(asdict(_generate(Arm(**json.loads(_request.read_text()))))))
+    child.answer(lambda request: asdict(_generate(Arm(**request))))

@@ -44,10 +44,6 @@ def may_skip(
         ),
         (parallel.enable_eplb, "experts are balanced by what the draft routes"),
         (
-            vllm_config.model_config.supports_multimodal_inputs,
-            "multimodal embeddings go by the rows of the whole batch",
-        ),
-        (
             vllm_config.compilation_config.cudagraph_mode.mixed_mode() == CUDAGraphMode.FULL,
             "FULL CUDA graphs of prefills read the whole batch",
         ),
@@ -99,6 +95,28 @@ def rows_to_run(
     # A request's rows that are left out stand before its kept ones.
     kept = np.arange(new_starts[-1]) + np.repeat(starts[1:] - new_starts[1:], num_read)
     return Rows(kept, new_starts)
+
+
+def multimodal_rows(
+    inputs: tuple[list[torch.Tensor], torch.Tensor] | None, rows: Rows
+) -> tuple[list[torch.Tensor], torch.Tensor] | None:
+    """Of embeddings that stand in for tokens of the batch, those of the kept rows.
+
+    Args:
+        inputs: embeddings, each [n, hidden_size], in the order of the rows that have one; and
+            [num_tokens] bool on the host, which rows these are. None for a text-only draft.
+        rows: that are kept.
+
+    """
+    if inputs is None:
+        return None
+    embeddings, has_embedding = inputs
+    is_kept = torch.zeros_like(has_embedding)
+    is_kept[rows.kept] = True
+    index = is_kept[has_embedding].nonzero().flatten()
+    if embeddings:
+        embeddings = [torch.cat(embeddings)[to_device(index.numpy(), embeddings[0].device)]]
+    return embeddings if len(index) else [], has_embedding[rows.kept]
 
 
 class Skipping:
@@ -168,6 +186,7 @@ class SkippingV1(Skipping):
             "target_hidden_states": inputs["target_hidden_states"][kept],
             "token_indices_to_sample": None if last is None else last - shifts.to(last.dtype),
             "common_attn_metadata": reduced,
+            "mm_embed_inputs": multimodal_rows(inputs.get("mm_embed_inputs"), rows),
         }
 
 
@@ -202,6 +221,8 @@ class SkippingV2(Skipping):
         kept = to_device(rows.kept, last_hidden_states.device)
         reduced = self._reduced(input_batch, rows, kept)
         slots = self.proposer.block_tables.slot_mappings[:, kept]
+        if "mm_inputs" in kwargs:
+            kwargs["mm_inputs"] = multimodal_rows(kwargs["mm_inputs"], rows)
         return self.propose(
             reduced,
             self._metadata(reduced, slots),

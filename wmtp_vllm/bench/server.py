@@ -1,0 +1,87 @@
+"""Measure a server that is running: as its clients see it, and by its own counters."""
+
+import time
+import urllib.request
+from typing import Any
+
+from wmtp_vllm.bench.arms import Measurement
+
+COUNTERS = "vllm:spec_decode_num_"
+
+
+def measure(base_url: str, prompts: list[list[int]], max_tokens: int) -> list[Measurement]:
+    """Ask the server for each prompt, one at a time.
+
+    Args:
+        base_url: such as `http://localhost:8000/v1`.
+        prompts: token ids.
+        max_tokens: to generate for each, past the end of sequence.
+
+    Raises:
+        openai.OpenAIError: the server does not answer, or refuses.
+
+    """
+    from openai import OpenAI
+
+    client = OpenAI(base_url=base_url, api_key="none")
+    model = client.models.list().data[0].id
+    return [_measure(client, model, base_url, prompt, max_tokens) for prompt in prompts]
+
+
+def served_model(base_url: str) -> tuple[str, int]:
+    """The name or path of the served model, and its maximum length in tokens."""
+    from openai import OpenAI
+
+    card = OpenAI(base_url=base_url, api_key="none").models.list().data[0]
+    extra = card.model_extra or {}
+    return extra.get("root") or card.id, int(extra.get("max_model_len") or 1 << 62)
+
+
+def _measure(
+    client: Any, model: str, base_url: str, prompt: list[int], max_tokens: int
+) -> Measurement:
+    before = counters(base_url)
+    started = time.perf_counter()
+    stream = client.completions.create(
+        model=model,
+        prompt=prompt,
+        max_tokens=max_tokens,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"ignore_eos": True},
+    )
+    first = last = started
+    generated = 0
+    for chunk in stream:
+        if chunk.choices:
+            last = time.perf_counter()
+            first = last if first == started else first
+        if chunk.usage is not None:
+            generated = chunk.usage.completion_tokens
+    after = counters(base_url)
+    return Measurement(
+        context=len(prompt),
+        generated=generated,
+        ttft=first - started,
+        tpot=(last - first) / max(1, generated - 1),
+        drafts=after["drafts"] - before["drafts"],
+        accepted=after["accepted_tokens"] - before["accepted_tokens"],
+        accepted_per_position=[],
+    )
+
+
+def counters(base_url: str) -> dict[str, int]:
+    """Drafts and accepted tokens so far, by the server's `/metrics`; 0 where nothing speculates."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    root = base_url.rstrip("/").removesuffix("/v1")
+    with urllib.request.urlopen(f"{root}/metrics", timeout=30) as response:
+        text = response.read().decode()
+    found = {"drafts": 0, "accepted_tokens": 0}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            name = sample.name.removeprefix(COUNTERS).removesuffix("_total")
+            if sample.name.startswith(COUNTERS) and name in found:
+                found[name] += int(sample.value)
+    return found
