@@ -82,7 +82,7 @@ def compact_table_reference(
     table = torch.where(keep, ids, 0).gather(1, order)
     has_last = (keep & (logical == end[:, None] - 1)).any(1)  # which is not full
     lens = keep.sum(1, dtype=seq_lens.dtype) * b - torch.where(has_last, end * b - seq_lens, 0)
-    return table, lens
+    return table, torch.maximum(lens, torch.minimum(query_lens, seq_lens))
 
 
 # Not compiled anew where a size is 1 or a multiple of 16: the width changes while serving, and the
@@ -128,4 +128,5 @@ def _compact_table_kernel(  # type: ignore[no-untyped-def]
     for start in range(0, width, CHUNK):
         column = start + tl.arange(0, CHUNK)
         tl.store(target + column, 0, mask=(column >= num_kept) & (column < width))
-    tl.store(out_lens + row, num_kept * BLOCK_SIZE - has_last * (end * BLOCK_SIZE - length))
+    tokens = num_kept * BLOCK_SIZE - has_last * (end * BLOCK_SIZE - length)
+    tl.store(out_lens + row, tl.maximum(tokens, tl.minimum(query_len, length)))

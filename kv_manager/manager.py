@@ -37,8 +37,11 @@ class Progress:
     prefill_len: int = 0
     """Tokens of the prompt, and after a preemption also those that were sampled before."""
     is_admitted: bool = False
+    start: int = 0
+    end: int = 0
+    """Tokens [start, end) are those of its last allocation, without drafts to come."""
     run_until: int = 0
-    """End of its first chunk, if that began in the sink: the draft ran on all of it."""
+    """End of its last chunk that began in the sink: the draft ran on all of it."""
     freed_until: int = 0
     """Index of the block up to which everything behind the sink has been let go."""
 
@@ -92,9 +95,8 @@ class RingManager(SingleTypeKVCacheManager):
         """0 where the ring pool has the blocks, more than any pool has where not."""
         row_length = len(self.req_to_blocks.get(request_id, ()))
         row_length = max(row_length, total_computed_tokens // self.block_size)
-        needed = len(
-            self._blocks_to_hold(request_id, row_length, num_tokens, num_tokens_main_model)
-        )
+        chunk = total_computed_tokens, num_tokens_main_model
+        needed = len(self._blocks_to_hold(request_id, row_length, num_tokens, chunk))
         if apply_admission_cap:
             # The whole request, most of which its ring will have let go of by the time it ends.
             needed = min(
@@ -107,7 +109,11 @@ class RingManager(SingleTypeKVCacheManager):
     ) -> list[KVCacheBlock]:
         """Lengthen the row to `num_tokens`, by null blocks where nothing will be read."""
         row = self.req_to_blocks[request_id]
-        held = self._blocks_to_hold(request_id, len(row), num_tokens, num_tokens_main_model)
+        progress = self.progress[request_id]
+        progress.start = progress.end or len(row) * self.block_size  # all of a prefix hit
+        progress.end = num_tokens_main_model
+        chunk = progress.start, progress.end
+        held = self._blocks_to_hold(request_id, len(row), num_tokens, chunk)
         blocks = dict(zip(held, self.block_pool.get_new_blocks(len(held)), strict=True))
         end = ceil_div(num_tokens, self.block_size)
         new = [blocks.get(index, self._null_block) for index in range(len(row), end)]
@@ -115,15 +121,13 @@ class RingManager(SingleTypeKVCacheManager):
         return new
 
     def _blocks_to_hold(
-        self, request_id: str, row_length: int, num_tokens: int, num_tokens_main_model: int
+        self, request_id: str, row_length: int, num_tokens: int, chunk: tuple[int, int]
     ) -> list[int]:
         """Of the blocks from `row_length` to the end of `num_tokens`, those that get one of the pool."""
         unread = self._unread_blocks(request_id)
-        if row_length < self.window.sink_blocks:
+        if chunk[0] < self.window.sink_blocks * self.block_size:
             # The draft runs on all of a chunk that begins in the sink.
-            unread = unread[
-                max(0, ceil_div(num_tokens_main_model, self.block_size) - unread.start) :
-            ]
+            unread = unread[max(0, ceil_div(chunk[1], self.block_size) - unread.start) :]
         end = ceil_div(num_tokens, self.block_size)
         return [index for index in range(row_length, end) if index not in unread]
 
@@ -188,21 +192,20 @@ class RingManager(SingleTypeKVCacheManager):
         if not progress.is_admitted:
             progress.is_admitted = True
             progress.prefill_len = request.num_tokens
-            if num_cached < self.window.sink_blocks:
-                progress.run_until = num_tokens
-            else:
+            if progress.start >= self.window.sink_blocks * self.block_size:
                 self._let_go_of_unread(request.request_id, row)
             if num_cached:
                 self._start_warm(request, row, num_cached)
+        if progress.start < self.window.sink_blocks * self.block_size:
+            progress.run_until = num_tokens
         unread = self._unread_blocks(request.request_id)
         for index in range(num_cached, num_tokens // self.block_size):
-            block_hash = self._block_hash(request, index)
-            if block_hash is None:
+            if not self._is_known(request, index):
                 break
             self.num_cached_block[request.request_id] = index + 1
-            block = row[index]
+            block_hash, block = self._block_hash(request, index), row[index]
             was_run = index not in unread or (index + 1) * self.block_size <= progress.run_until
-            if was_run and not block.is_null and block.block_hash is None:
+            if block_hash and was_run and not block.is_null and block.block_hash is None:
                 self.block_pool._insert_block_hash(
                     make_block_hash_with_group_id(block_hash, self.kv_cache_group_id),
                     block,
@@ -243,8 +246,14 @@ class RingManager(SingleTypeKVCacheManager):
                 self.num_cold_starts,
             )
 
+    def _is_known(self, request: Request, index: int) -> bool:
+        """Whether all is known yet that the KV of the request's block `index` depends on."""
+        end = (index + 1) * self.block_size
+        num_hashed = len(request.block_hashes) * self.block_pool.hash_block_size
+        return end < request.num_tokens and end <= num_hashed
+
     def _block_hash(self, request: Request, index: int) -> BlockHash | None:
-        """What the KV of the request's block `index` depends on; None where that is not known yet.
+        """What the KV of the request's block `index` depends on; None where no hash says that.
 
         An MTP head computes the KV of a position from its token's successor, so a block depends on one
         token more than it has. The prefix's hash covers that one too, unless both end together.
@@ -252,7 +261,7 @@ class RingManager(SingleTypeKVCacheManager):
         end = (index + 1) * self.block_size
         hash_size = self.block_pool.hash_block_size
         covering = (end - 1) // hash_size
-        if end >= request.num_tokens or covering >= len(request.block_hashes):
+        if not self._is_known(request, index):
             return None
         if end % hash_size == 0 and (request.mm_features or request.prompt_embeds is not None):
             return None  # a token's id does not say what its embedding is

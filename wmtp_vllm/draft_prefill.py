@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.logger import init_logger
+from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 
 from wmtp_vllm import seams
 from wmtp_vllm.config import WindowedMTPConfig
@@ -41,6 +42,10 @@ def may_skip(
         (
             parallel.data_parallel_size > 1,
             "under data parallelism every rank must run the draft alike",
+        ),
+        (
+            config.draft_window_size <= vllm_config.speculative_config.num_speculative_tokens,
+            "its window is smaller than a step",
         ),
         (parallel.enable_eplb, "experts are balanced by what the draft routes"),
         (
@@ -141,21 +146,19 @@ class Skipping:
 
 
 class SkippingV1(Skipping):
-    """For `SpecDecodeBaseProposer`; its runner hands `input_batch` over before each call."""
+    """For `SpecDecodeBaseProposer`; its runner hands these two over before each call."""
 
-    input_batch: Any = None
+    num_computed: np.ndarray
+    """[num_reqs], tokens before this step"""
+    num_tokens: np.ndarray
+    """[num_reqs], tokens that existed before this step; in a prefill these are its own"""
 
     def __call__(self, **inputs: Any) -> torch.Tensor:
         metadata = inputs["common_attn_metadata"]
         num_reqs = metadata.num_reqs
         window = self.proposer.draft_attn_groups[0].kv_cache_spec.draft_window
         starts = metadata.query_start_loc_cpu[: num_reqs + 1].numpy()
-        rows = rows_to_run(
-            window,
-            starts,
-            self.input_batch.num_computed_tokens_cpu[:num_reqs],
-            self.input_batch.num_tokens_no_spec[:num_reqs],
-        )
+        rows = rows_to_run(window, starts, self.num_computed[:num_reqs], self.num_tokens[:num_reqs])
         self.count(int(starts[-1]), rows)
         if rows is None:
             return self.propose(**inputs)
@@ -178,6 +181,8 @@ class SkippingV1(Skipping):
             max_query_len=int(np.diff(rows.starts).max()),
             slot_mapping=metadata.slot_mapping[kept],
             positions=None if metadata.positions is None else metadata.positions[kept],
+            _token_to_req_indices_cache=None,
+            _num_computed_tokens_cache=None,
         )
         last = inputs["token_indices_to_sample"]
         return inputs | {
@@ -220,7 +225,7 @@ class SkippingV2(Skipping):
             return self.proposer.draft_tokens[: input_batch.num_reqs]
         kept = to_device(rows.kept, last_hidden_states.device)
         reduced = self._reduced(input_batch, rows, kept)
-        slots = self.proposer.block_tables.slot_mappings[:, kept]
+        slots = self._slots(input_batch, kept)
         if "mm_inputs" in kwargs:
             kwargs["mm_inputs"] = multimodal_rows(kwargs["mm_inputs"], rows)
         return self.propose(
@@ -231,6 +236,17 @@ class SkippingV2(Skipping):
             *args,
             **kwargs,
         )
+
+    def _slots(self, input_batch: Any, kept: torch.Tensor) -> torch.Tensor:
+        """[num_groups, num_kept]: in the buffer that vLLM writes anew for each forward pass.
+
+        In place, since graphs that were captured with the write to the KV cache read that buffer, as far
+        as they were padded.
+        """
+        buffer = self.proposer.block_tables.slot_mappings
+        buffer[:, : len(kept)] = buffer[:, kept]
+        buffer[:, len(kept) : input_batch.num_tokens_after_padding] = PAD_SLOT_ID
+        return buffer[:, : len(kept)]
 
     @property
     def _group(self) -> int:

@@ -51,14 +51,26 @@ def load_model_v2(original: Function, speculator: Any, target_model: Any) -> Non
     proposers.equip_v2(speculator)
 
 
-def propose_draft_token_ids(original: Function, runner: Any, *args: Any, **kwargs: Any) -> Any:
+def propose_draft_token_ids(
+    original: Function,
+    runner: Any,
+    scheduler_output: Any,
+    sampled_token_ids: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """V1's proposer does not know the requests of its batch; its runner does."""
     from wmtp_vllm.draft_prefill import SkippingV1
 
     propose = getattr(runner.drafter, "propose", None)
     if isinstance(propose, SkippingV1):
-        propose.input_batch = runner.input_batch
-    return original(runner, *args, **kwargs)
+        batch = runner.input_batch
+        propose.num_computed = batch.num_computed_tokens_cpu
+        propose.num_tokens = batch.num_tokens_no_spec
+        if isinstance(sampled_token_ids, list):  # drafts unpadded, after these were booked
+            num_sampled = [len(tokens) for tokens in sampled_token_ids]
+            propose.num_tokens = batch.num_tokens_no_spec[: len(num_sampled)] - num_sampled
+    return original(runner, scheduler_output, sampled_token_ids, *args, **kwargs)
 
 
 def get_kv_cache_configs(original: Function, *args: Any) -> Any:

@@ -89,7 +89,9 @@ class Window:
         tokens = len(held) * self.block_size
         if held and held[-1] == (length - 1) // self.block_size:
             tokens -= -length % self.block_size  # the last block is not full
-        return [row[i] for i in held], tokens
+        # Kernels want no fewer keys than queries. Where a request holds less (a dummy run, or a row
+        # whose proposal is thrown away), they read the null block.
+        return [row[i] for i in held], max(tokens, min(query_len, length))
 
     def max_kept_blocks(self, query_len: int) -> int:
         """Most blocks that a call with at most `query_len` queries a request can read."""

@@ -73,6 +73,20 @@ def test_output_is_plain_decodings_and_acceptance_that_of_a_full_draft_prefill(
     assert acceptance["auto"] >= 0.98 * acceptance["full"] > 1.7
 
 
+def test_unpadded_drafting_knows_the_same_prompts(tiny_model, runner):
+    """On V1 it comes after the sampled tokens were booked, which then look like the prompt's."""
+    if runner == "V2":
+        pytest.skip("V2 has no unpadded drafting")
+    last_in_block = [prompt(n) for n in (2015, 2047, 2016, 2048)]
+    acceptance = {}
+    for draft_prefill in ("full", "auto"):
+        config = windowed(K, W, S, draft_prefill=draft_prefill, disable_padded_drafter_batch=True)
+        with engine(tiny_model("dense"), config, **ENGINE) as running:
+            running.generate(last_in_block, MAX_TOKENS)
+            acceptance[draft_prefill] = running.acceptance_length()
+    assert acceptance["auto"] == acceptance["full"]
+
+
 def test_a_draft_that_leaves_out_too_much_is_caught(tiny_model, batches, monkeypatch):
     """Negative control: the comparison of acceptance fails where a part of the window is left out."""
     from wmtp_vllm.window import Window

@@ -218,6 +218,8 @@ class ShadowWorker:
             if state.row[i] not in self.null_blocks
         ]
         listed = np.array([i * b + j for i in kept for j in range(b)], dtype=int)[:num_held]
+        if len(listed) < query_len and query_len > 1:
+            raise Mismatch(f"{state.request.request_id} has fewer keys than queries at {length}")
         counts = np.isin(listed, self._counting(state, listed))
         kv = self.kv[ids].ravel()[:num_held][counts]
         if not np.array_equal(kv, state.written[seen]):

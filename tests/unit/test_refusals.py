@@ -557,6 +557,7 @@ class TestPromptTokensLeftOut:
             ("parallel_config", {"data_parallel_size": 2}, "under data parallelism"),
             ("parallel_config", {"enable_eplb": True}, "experts are balanced"),
             ("compilation_config", {"cudagraph_mode": CUDAGraphMode.FULL}, "FULL CUDA graphs"),
+            ("speculative_config", {"num_speculative_tokens": 256}, "smaller than a step"),
             (None, {}, "its head has 2 layers of attention"),
         ],
     )

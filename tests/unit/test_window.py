@@ -91,9 +91,9 @@ def test_nonsense_is_refused(size, sink, block):
         Window(size, sink, block)
 
 
-def test_a_row_without_any_block_holds_no_tokens():
-    """vLLM's dummy runs have such rows; a negative length would be nonsense to a kernel."""
-    assert Window(size=6, sink=5, block_size=4).compact_table([0] * 6, 21, 1) == ([], 0)
+def test_a_row_without_any_block_has_as_many_tokens_as_queries():
+    """vLLM's dummy runs have such rows; fewer keys than queries would be nonsense to a kernel."""
+    assert Window(size=6, sink=5, block_size=4).compact_table([0] * 6, 21, 1) == ([], 1)
 
 
 def test_a_window_by_hand():
