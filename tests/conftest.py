@@ -72,7 +72,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     lines, without_gpu = [], 0
     for outcome in ("passed", "failed", "error", "skipped"):
         for report in terminalreporter.stats.get(outcome, []):
-            if "gpu" not in report.keywords:
+            if "gpu" not in getattr(report, "keywords", ()):  # none where collecting failed
                 continue
             if NO_GPU in str(report.longrepr):
                 without_gpu += 1

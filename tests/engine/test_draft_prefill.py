@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.engine import Engine, engine, windowed
 
-pytestmark = [pytest.mark.engine, pytest.mark.v2, pytest.mark.next]
+pytestmark = [pytest.mark.engine, pytest.mark.v2]
 
 K, W, S, CHUNK, MAX_TOKENS = 3, 256, 64, 512, 24
 ENGINE = {"max_num_batched_tokens": CHUNK}
@@ -53,7 +53,9 @@ def answers(running: Engine, batches: list[list[list[int]]]) -> list[list[list[i
     return [running.generate(batch, MAX_TOKENS) for batch in batches]
 
 
-@pytest.mark.parametrize(("window", "sink"), [(W, S), (96, 0), (600, 100)])
+@pytest.mark.parametrize(
+    ("window", "sink"), [pytest.param(W, S, marks=pytest.mark.next), (96, 0), (600, 100)]
+)
 def test_output_is_plain_decodings_and_acceptance_that_of_a_full_draft_prefill(
     tiny_model, batches, window, sink
 ):

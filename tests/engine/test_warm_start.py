@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.engine import Engine, engine, windowed
 
-pytestmark = [pytest.mark.engine, pytest.mark.v2, pytest.mark.next]
+pytestmark = [pytest.mark.engine, pytest.mark.v2]
 
 K, W, S, BLOCK, FIRST = 3, 256, 64, 32, 32
 CACHING = {
@@ -86,6 +86,7 @@ def test_a_pool_with_no_room_to_stay_warm_is_lossless_and_counted_as_cold(tiny_m
         assert (running.ring.num_warm_starts, running.ring.num_cold_starts) == (0, 3)
 
 
+@pytest.mark.next
 def test_a_block_whose_next_token_differs_is_not_used(tiny_model):
     """The draft's KV of a block's last token depends on the token after it, which no hash covers."""
     rng = random.Random(2)
@@ -114,6 +115,7 @@ def test_a_block_whose_next_token_differs_is_not_used(tiny_model):
         assert running.generate([agreeing, other], FIRST) == answer
 
 
+@pytest.mark.next
 def test_a_preempted_request_resumes_warm_and_is_lossless(tiny_model):
     # Room for about 1,600 tokens of the target, and three requests of up to 700.
     sizes = {"num_gpu_blocks_override": 50, "max_model_len": 1024, "max_num_seqs": 4}
