@@ -78,7 +78,7 @@ def test_an_arm_that_answers_otherwise_fails_the_demo(monkeypatch, capsys, wrong
     """Negative control: fabricated results, one answer of which may differ in its last token."""
     right = demo.Result([[5, 6, 7], [8, 9, 10]], 2.5, 700, 1 << 20, 5000, 0, 0, 0, 0, 1.0)
 
-    def run(arm: demo.Arm, scratch: Path) -> demo.Result:
+    def run(arm: demo.Arm) -> demo.Result:
         method = arm.engine_arguments.get("speculative_config", {}).get("method")
         return replace(right, answers=[[5, 6, 7], [8, 9, 11]]) if method == wrong else right
 

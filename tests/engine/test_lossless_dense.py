@@ -69,7 +69,11 @@ def test_output_is_plain_decodings_where_the_window_cuts_into_what_the_draft_nee
 
 @pytest.mark.parametrize("k", KS)
 @pytest.mark.parametrize("window", WINDOWS[2:], ids=str)
-def test_output_is_plain_decodings_and_acceptance_is_native_mtps(tiny_model, plain, k, window):
+def test_output_is_plain_decodings_and_acceptance_is_native_mtps(
+    tiny_model, plain, k, window, runner
+):
+    if runner == "V2" and window[0] > 4000 and k != 3:
+        pytest.skip("prompts of 24,000 tokens: in the interpreter for one depth only")
     acceptance = check_lossless(tiny_model("dense"), plain, k, window)
     expected = native_acceptance(tiny_model("dense"), k, window)
     assert acceptance == pytest.approx(expected, rel=0.1)
