@@ -33,6 +33,7 @@ def test_a_wheel_has_all_subpackages_inside_the_package(tmp_path):
     assert packages == {
         "wmtp_vllm",
         "wmtp_vllm/attention_backends",
+        "wmtp_vllm/bench",
         "wmtp_vllm/kv_manager",
         "wmtp_vllm/tiny_models",
     }

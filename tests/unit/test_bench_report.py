@@ -1,0 +1,74 @@
+"""What a benchmark says of what it measured: medians, ratios, a table, JSON and plots."""
+
+import json
+
+import pytest
+
+from wmtp_vllm.bench import report
+from wmtp_vllm.bench.arms import Arm, Measurement, Run
+from wmtp_vllm.bench.command import _arms
+from wmtp_vllm.config import METHOD
+
+pytestmark = pytest.mark.unit
+
+NONE, NATIVE, WINDOWED = Arm("none"), Arm("mtp", 3), Arm(METHOD, 3, 512, 64)
+
+
+def measured(context: int, tpot: float, drafts: int = 0, accepted: int = 0) -> Measurement:
+    return Measurement(context, 65, 0.5, tpot, drafts, accepted, [])
+
+
+@pytest.fixture
+def results() -> report.Results:
+    found = report.Results()
+    # Three rounds at 1,000 tokens, the middle one an outlier; one at 8,000.
+    for tpot in (0.010, 0.050, 0.012):
+        found.add(NONE, Run([measured(1000, tpot)], 100, 1 << 20, "CPU"))
+        found.add(NATIVE, Run([measured(1000, tpot, 20, 40)], 80, 1 << 20, "CPU"))
+        found.add(WINDOWED, Run([measured(1000, tpot / 2, 20, 20)], 95, 1 << 20, "CPU"))
+    found.add(NATIVE, Run([measured(8000, 0.030, 20, 40)], 80, 1 << 20, "CPU"))
+    found.add(WINDOWED, Run([measured(8000, 0.030, 20, 20)], 95, 1 << 20, "CPU"))
+    return found
+
+
+def test_step_cost_is_tpot_times_acceptance_length(results):
+    cell = results.cell(NATIVE, 1000)
+    assert cell is not None
+    assert cell.acceptance_length == 3.0
+    assert cell.tpot == 0.012, "the median, not the outlier"
+    assert cell.step_cost == pytest.approx(0.036)
+
+
+def test_the_win_is_native_over_windowed_less_one(results):
+    cell = results.cell(WINDOWED, 1000)
+    assert cell is not None
+    assert results.win(cell) == pytest.approx(0.036 / 0.012 - 1)
+    native = results.cell(NATIVE, 1000)
+    assert native is not None
+    assert results.win(native) is None
+
+
+def test_the_table_has_ratios_before_times(results):
+    header, *rows = report.table(results).splitlines()
+    assert header.index("step / native") < header.index("TPOT", header.index("AL"))
+    (row,) = [row for row in rows if row.lstrip().startswith("8,000  windowed")]
+    assert "0.67" in row  # 0.030 x 2 over 0.030 x 3
+
+
+def test_raw_json_has_every_measurement_and_where_it_comes_from(results, tmp_path):
+    document = json.loads(report.save(results, {"seed": 0}, tmp_path).read_text())
+    assert sum(len(run["measurements"]) for run in document["runs"]) == 11
+    assert document["provenance"]["packages"]["torch"]
+
+
+def test_plots_are_drawn_of_what_has_two_points(results, tmp_path):
+    files = report.plot(results, tmp_path, middle=1000)
+    assert [file.name for file in files] == ["step_cost.png", "win.png"]
+    assert all(file.stat().st_size > 5000 for file in files)
+
+
+def test_every_depth_and_window_is_run_and_the_headline_at_all_contexts():
+    plan = _arms([1, 7], [128, 1024], 64)
+    everywhere = [arm for arm, is_headline in plan if is_headline]
+    assert everywhere == [NONE, Arm("mtp", 7), Arm(METHOD, 7, 1024, 64)]
+    assert len({arm for arm, _ in plan}) == len(plan) == 7
