@@ -106,13 +106,18 @@ def test_a_block_whose_next_token_differs_is_not_used(tiny_model):
         running.generate([tokens], 4)
         running.acceptance_length()
         answer = running.generate([agreeing, other], FIRST)
+        acceptance = running.acceptance_length()
         warm = running.ring.num_warm_starts, running.ring.num_cold_starts
     assert found[agreeing[hit]][-1]
     assert not found[other[hit]][-1], "the stale block"
     assert all(found[other[hit]][-4:-1]), "what is before it is used"
     assert warm == (1, 1)
-    with engine(tiny_model("dense", layers=1), **CACHING) as running:
+    uncached = CACHING | {"enable_prefix_caching": False}
+    with engine(tiny_model("dense", layers=1), windowed(K, W, S), **uncached) as running:
         assert running.generate([agreeing, other], FIRST) == answer
+        expected = running.acceptance_length()
+    print(f"AL {acceptance:.3f}, uncached {expected:.3f}", end=" ")
+    assert acceptance == pytest.approx(expected, rel=0.1)
 
 
 @pytest.mark.next
