@@ -14,6 +14,7 @@ from typing import Any
 
 from wmtp_vllm import child
 from wmtp_vllm.config import METHOD
+from wmtp_vllm.console import add_model_arguments, say
 
 ARMS = {"none": "no speculation", "mtp": "native MTP", METHOD: "windowed MTP"}
 TINY_MODEL_ARGUMENTS = {
@@ -68,14 +69,7 @@ class Result:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    model = parser.add_mutually_exclusive_group()
-    model.add_argument("--model", help="your own checkpoint with an MTP head (a path or hub name)")
-    model.add_argument(
-        "--tiny",
-        choices=("dense", "hybrid"),
-        default="dense",
-        help="the embedded tiny model to use without --model (default: dense)",
-    )
+    add_model_arguments(parser)
     parser.add_argument("--num-speculative-tokens", type=int, default=3, metavar="K")
     parser.add_argument("--draft-window-size", type=int, default=512, metavar="W")
     parser.add_argument("--draft-sink-size", type=int, default=64, metavar="S")
@@ -96,13 +90,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N")
-    parser.add_argument(
-        "--engine-arguments",
-        type=json.loads,
-        default={},
-        metavar="JSON",
-        help="""further arguments of vLLM's LLM, such as '{"gpu_memory_utilization": 0.5}'""",
-    )
     parser.add_argument("--json", type=Path, help="also write the results to this file")
 
 
@@ -111,9 +98,9 @@ def main(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="wmtp-demo-") as scratch:
         results = {}
         for number, method in enumerate(ARMS, start=1):
-            _say(f"[{number}/{len(ARMS)}] {ARMS[method]}: starting vLLM and generating ...")
+            say(f"[{number}/{len(ARMS)}] {ARMS[method]}: starting vLLM and generating ...")
             results[method] = _run(_arm(options, method, Path(scratch)))
-        _say("")
+        say("")
     print(_table(options, results))
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
@@ -156,7 +143,7 @@ def _run(arm: Arm) -> Result:
     try:
         return Result(**child.call("wmtp_vllm.demo", asdict(arm)))
     except child.ChildFailed as failed:
-        _say("")
+        say("")
         sys.exit(f"{failed}\nwmtp demo: {arm.title} failed; its log is above.")
 
 
@@ -288,14 +275,6 @@ def _table(options: argparse.Namespace, results: dict[str, Result]) -> str:
             "native MTP as well; --dtype float32 shows whether that is all."
         ]
     return "\n".join(line.rstrip() for line in lines)
-
-
-def _say(line: str) -> None:
-    """Progress, on one line where a person watches."""
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
-    elif line:
-        print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

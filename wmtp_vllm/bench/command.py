@@ -1,7 +1,6 @@
 """`wmtp bench`: no speculation, native and windowed MTP over contexts, windows and depths."""
 
 import argparse
-import json
 import sys
 import tempfile
 from pathlib import Path
@@ -11,6 +10,7 @@ from wmtp_vllm import child
 from wmtp_vllm.bench import report, server, workloads
 from wmtp_vllm.bench.arms import Arm, Run, run
 from wmtp_vllm.config import METHOD
+from wmtp_vllm.console import add_model_arguments, say
 
 TINY_MODEL_ARGUMENTS = {
     "dtype": "auto",
@@ -22,14 +22,7 @@ QUICK = {"contexts": [1024, 4096, 16384], "depths": [1, 3, 7], "windows": [128, 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    model = parser.add_mutually_exclusive_group()
-    model.add_argument("--model", help="your own checkpoint with an MTP head (a path or hub name)")
-    model.add_argument(
-        "--tiny",
-        choices=("dense", "hybrid"),
-        default="dense",
-        help="the embedded tiny model to use without --model (default: dense)",
-    )
+    model = add_model_arguments(parser)
     model.add_argument(
         "--base-url", metavar="URL", help="measure this running server only, such as http://host/v1"
     )
@@ -49,13 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=3, help="times that every arm is run")
     parser.add_argument("--quick", action="store_true", help="small sizes, one round")
     parser.add_argument("--out", type=Path, default=Path("wmtp-bench"), help="folder for results")
-    parser.add_argument(
-        "--engine-arguments",
-        type=json.loads,
-        default={},
-        metavar="JSON",
-        help="""further arguments of vLLM's LLM, such as '{"gpu_memory_utilization": 0.5}'""",
-    )
 
 
 def main(options: argparse.Namespace) -> int:
@@ -78,13 +64,13 @@ def main(options: argparse.Namespace) -> int:
         results = report.Results()
         for number in range(rounds):
             for position, (arm, is_headline) in enumerate(plan, start=1):
-                _progress(f"round {number + 1}/{rounds}, arm {position}/{len(plan)}: {arm.title}")
+                say(f"round {number + 1}/{rounds}, arm {position}/{len(plan)}: {arm.title}")
                 asked = prompts if is_headline else [p for p in prompts if len(p) == middle]
                 try:
                     results.add(arm, run(arm, arguments, asked, max_tokens))
                 except child.ChildFailed as failed:
                     sys.exit(f"{failed}\nwmtp bench: {arm.title} failed; its log is above.")
-    _progress("")
+    say("")
     print(report.table(results))
     settings = {**vars(options), "engine_arguments": arguments, "contexts": contexts}
     settings |= {"depths": depths, "windows": windows, "rounds": rounds, "max_tokens": max_tokens}
@@ -136,12 +122,12 @@ def _measure_server(
     contexts = [n for n in contexts if n + max_tokens <= max_model_len]
     arm, results = Arm("server"), report.Results()
     for number in range(rounds):
-        _progress(f"round {number + 1}/{rounds}: {options.base_url}")
+        say(f"round {number + 1}/{rounds}: {options.base_url}")
         options.seed += 1
         prompts = _prompts(options, model, contexts)
         found = server.measure(options.base_url, prompts, max_tokens)
         results.add(arm, Run(found, kv_capacity=0, peak_memory=0, device="server"))
-    _progress("")
+    say("")
     print(report.table(results))
     print(f"\nraw: {report.save(results, vars(options), options.out)}")
     return 0
@@ -163,10 +149,3 @@ def _prompts(options: argparse.Namespace, model: str, contexts: list[int]) -> li
         # To the token, so that arms and rounds of one context are of one length: the front is cheap.
         prompts.append(ids[:1] * (context - len(ids)) + ids)
     return prompts
-
-
-def _progress(line: str) -> None:
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
-    elif line:
-        print(line, file=sys.stderr, flush=True)
