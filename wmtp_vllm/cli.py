@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from wmtp_vllm import __version__, check, demo
 from wmtp_vllm.bench import command as bench
+from wmtp_vllm.planner import command as plan
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,6 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("check", check, "does the plugin fit the installed vLLM? exits 0 or 1"),
         ("demo", demo, "generate with no speculation, native MTP and windowed MTP, and compare"),
         ("bench", bench, "measure the three over contexts, windows and depths"),
+        ("plan", plan, "predict memory and step cost for a model and a GPU, without either"),
     ):
         subparser = commands.add_parser(name, help=what)
         command.add_arguments(subparser)

@@ -8,13 +8,7 @@ from typing import Any
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> Any:
     """`--engine-arguments`, and `--model` or `--tiny`, to whose group alternatives may be added."""
-    parser.add_argument(
-        "--engine-arguments",
-        type=json.loads,
-        default={},
-        metavar="JSON",
-        help="""further arguments of vLLM's LLM, such as '{"gpu_memory_utilization": 0.5}'""",
-    )
+    add_engine_arguments(parser)
     model = parser.add_mutually_exclusive_group()
     model.add_argument("--model", help="your own checkpoint with an MTP head (a path or hub name)")
     model.add_argument(
@@ -24,6 +18,17 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> Any:
         help="the embedded tiny model to use without --model (default: dense)",
     )
     return model
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """`--engine-arguments`."""
+    parser.add_argument(
+        "--engine-arguments",
+        type=json.loads,
+        default={},
+        metavar="JSON",
+        help="""further arguments of vLLM's LLM, such as '{"gpu_memory_utilization": 0.5}'""",
+    )
 
 
 def say(line: str) -> None:

@@ -130,6 +130,18 @@ SEAMS = (
         "vllm_config kv_cache_config",
     ),
     _same(
+        "get_kv_cache_spec",
+        "called",
+        "vllm.v1.worker.gpu.attn_utils:get_kv_cache_spec",
+        "vllm_config",
+    ),
+    _same(
+        "initialize_model",
+        "called",
+        "vllm.model_executor.model_loader.utils:initialize_model",
+        "vllm_config prefix model_class model_config",
+    ),
+    _same(
         "resolve_kv_cache_dtype_string",
         "called",
         "vllm.utils.torch_utils:resolve_kv_cache_dtype_string",

@@ -1,0 +1,304 @@
+"""`wmtp plan`: what windowed MTP would gain for a model, a GPU and a load, without either."""
+
+import argparse
+import json
+import sys
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from wmtp_vllm import child
+from wmtp_vllm.config import METHOD, WindowedMTPConfig
+from wmtp_vllm.console import add_engine_arguments
+from wmtp_vllm.planner import models, roofline
+from wmtp_vllm.planner.anatomy import Anatomy, Question, study
+from wmtp_vllm.planner.hardware import GPU, GPUS
+from wmtp_vllm.planner.roofline import Constants, Part, Step, Workload
+
+DEPTHS = range(1, 10)
+SIZES = (1024, 2048, 4096)
+"""W + S, in tokens, among which one is advised; more gained no acceptance in the paper's sweep."""
+NO_MATTER = 0.03
+"""Share of a step by which a larger window may make it longer, and is still advised."""
+WORTH_IT = 0.05
+"""Least predicted win at which windowed MTP is advised for speed."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    default = WindowedMTPConfig()
+    parser.add_argument(
+        "model",
+        help=f"a folder, a config.json, a name on the hub, or one of {', '.join(models.presets())}",
+    )
+    parser.add_argument("--gpu", choices=tuple(GPUS), default="H200", help="default: H200")
+    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="tensor parallel size")
+    parser.add_argument("--bandwidth", type=float, metavar="TB/s", help="in place of the GPU's")
+    parser.add_argument("--memory", type=float, metavar="GB", help="in place of the GPU's")
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE")
+    parser.add_argument(
+        "--reserve", type=float, default=6, metavar="GB", help="for activations and graphs (6)"
+    )
+    parser.add_argument(
+        "--kv-cache-memory", type=float, metavar="GB", help="of each GPU; default: what is left"
+    )
+    parser.add_argument("--context", type=int, default=131_072, metavar="N", help="tokens")
+    parser.add_argument("--batch", type=int, default=1, metavar="N", help="sequences at once")
+    parser.add_argument("--k", type=int, default=7, help="tokens drafted a step")
+    parser.add_argument("--window", type=int, default=default.draft_window_size, metavar="W")
+    parser.add_argument("--sink", type=int, default=default.draft_sink_size, metavar="S")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="as vLLM's")
+    parser.add_argument("--weight-bits", type=float, help="bits a weight; default: by the config")
+    parser.add_argument(
+        "--acceptance",
+        type=float,
+        default=0.8,
+        metavar="RATE",
+        help="chance that a draft is accepted once those before it were (0.8), for the best depth",
+    )
+    constants = Constants()
+    parser.add_argument(
+        "--attention-efficiency",
+        type=float,
+        default=constants.attention_efficiency,
+        metavar="SHARE",
+        help="share of peak rates that attention reaches at batch 1 (%(default)s)",
+    )
+    parser.add_argument(
+        "--layer-us",
+        type=float,
+        default=constants.layer_seconds * 1e6,
+        metavar="US",
+        help="fixed microseconds a layer and pass (%(default)s)",
+    )
+    add_engine_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON: bytes, seconds, tokens")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything predicted; `native` and `windowed` are steps of K drafts, `plain` one of none."""
+
+    anatomy: Anatomy
+    plain: Step
+    native: Step
+    windowed: Step
+    best_native: int
+    best_windowed: int
+    best_window: int
+
+    @property
+    def win(self) -> float:
+        """Native step cost over windowed, less 1."""
+        return self.native.seconds / self.windowed.seconds - 1
+
+
+def predict(
+    anatomy: Anatomy,
+    gpu: GPU,
+    load: Workload,
+    *,
+    sink: int,
+    weight_bits: float,
+    acceptance: float = 0.8,
+    constants: Constants | None = None,
+) -> Plan:
+    """Predict the steps of a studied model, and the best depths and window."""
+    constants = constants or Constants()
+
+    def steps(k: int, reads: int) -> Step:
+        of = replace(load, k=k)
+        return roofline.step(anatomy.target, anatomy.draft, of, reads, gpu, weight_bits, constants)
+
+    def best(reads: int) -> int:
+        return roofline.best_depth([(k, steps(k, reads).seconds) for k in DEPTHS], acceptance)
+
+    reads = min(anatomy.draft_reads, load.context)
+    by_size = {n - sink: steps(load.k, min(n, load.context)).seconds for n in SIZES if n > sink}
+    cheapest = min(by_size.values())
+    return Plan(
+        anatomy,
+        steps(0, 0),
+        steps(load.k, load.context),
+        steps(load.k, reads),
+        best(load.context),
+        best(reads),
+        max(w for w, seconds in by_size.items() if seconds <= cheapest * (1 + NO_MATTER)),
+    )
+
+
+def main(options: argparse.Namespace) -> int:
+    """Study the model, predict, and print."""
+    try:
+        model = models.find(options.model)
+    except ValueError as error:
+        sys.exit(f"wmtp plan: {error}")
+    gpu = GPUS[options.gpu]
+    if options.bandwidth:
+        gpu = replace(gpu, bandwidth=options.bandwidth * 1e12)
+    if options.memory:
+        gpu = replace(gpu, memory=options.memory * 1e9)
+    weight_bits = options.weight_bits or model.weight_bits
+    kv = options.kv_cache_memory
+    try:
+        [anatomy] = study(
+            [
+                Question(
+                    model.config,
+                    {
+                        "max_model_len": options.context,
+                        "max_num_seqs": options.batch,
+                        "tensor_parallel_size": options.gpus,
+                        "kv_cache_dtype": options.kv_cache_dtype,
+                    }
+                    | options.engine_arguments,
+                    {
+                        "method": METHOD,
+                        "num_speculative_tokens": options.k,
+                        "draft_window_size": options.window,
+                        "draft_sink_size": options.sink,
+                    },
+                    options.batch,
+                    weight_bits,
+                    gpu.memory * options.gpu_memory_utilization - options.reserve * 1e9,
+                    None if kv is None else kv * 1e9,
+                )
+            ]
+        )
+    except child.ChildFailed as failed:
+        sys.exit(f"{failed}\nwmtp plan: vLLM cannot make this model from its configuration.")
+    load = Workload(options.context, options.batch, options.k)
+    constants = Constants(options.attention_efficiency, options.layer_us / 1e6)
+    plan = predict(
+        anatomy,
+        gpu,
+        load,
+        sink=options.sink,
+        weight_bits=weight_bits,
+        acceptance=options.acceptance,
+        constants=constants,
+    )
+    if options.json:
+        print(json.dumps(_as_json(plan, vars(options), weight_bits), indent=1, default=str))
+    else:
+        print("\n".join(_report(plan, options, weight_bits)))
+    return 0
+
+
+def _as_json(plan: Plan, options: dict[str, Any], weight_bits: float) -> dict[str, Any]:
+    steps = {
+        name: asdict(step) | {"seconds": step.seconds}
+        for name, step in (
+            ("plain", plan.plain),
+            ("native", plan.native),
+            ("windowed", plan.windowed),
+        )
+    }
+    return {
+        "options": {k: v for k, v in options.items() if k not in ("run", "command")},
+        "weight_bits": weight_bits,
+        "anatomy": asdict(plan.anatomy),
+        "draft_kv_tax": plan.anatomy.memory.tax,
+        "steps": steps,
+        "win": plan.win,
+        "best_depth": {"native": plan.best_native, "windowed": plan.best_windowed},
+        "best_window": plan.best_window,
+        "advice": advice(plan, options["context"], options["k"], options["acceptance"]),
+    }
+
+
+def _report(plan: Plan, options: argparse.Namespace, weight_bits: float) -> list[str]:
+    anatomy, memory = plan.anatomy, plan.anatomy.memory
+    gpus = f"{options.gpus} x {options.gpu}" if options.gpus > 1 else options.gpu
+    lines = [
+        f"{options.model} ({anatomy.architecture}, {anatomy.params / 1e9:.1f}B weights at "
+        f"{weight_bits:g} bits) on {gpus}: {options.batch} x {options.context:,} tokens, "
+        f"K={options.k}, W={options.window}, S={options.sink}",
+        "",
+        f"Memory of one GPU, planned by vLLM: weights {_size(memory.weights)}, "
+        f"KV cache {_size(memory.kv)}",
+        f"  target's KV      {_size(memory.target):>10}   {_layers(anatomy.target)}",
+    ]
+    if memory.states:
+        lines.append(f"  its states       {_size(memory.states):>10}   recurrent layers")
+    lines.append(
+        f"  native draft's   {_size(memory.draft):>10}   {_layers(anatomy.draft)}: "
+        f"{100 * memory.tax:.1f}% of all attention KV"
+    )
+    if memory.ring is not None:
+        back = 100 * (1 - memory.ring / memory.draft) if memory.draft else 0
+        lines.append(
+            f"  windowed draft's {_size(memory.ring):>10}   {back:.1f}% of that given back"
+        )
+    lines.append(f"  room for {_capacity(memory.native_capacity, memory.windowed_capacity)}")
+    lines += ["", "A step, predicted (ms)  plain   native  windowed"]
+    for name in ("weights", "states", "target_attention", "draft_attention", "fixed", "seconds"):
+        row = (1e3 * getattr(step, name) for step in (plan.plain, plan.native, plan.windowed))
+        title = "all" if name == "seconds" else name.replace("_", " ")
+        lines.append(f"  {title:20}" + "".join(f"{value:9.2f}" for value in row))
+    lines += ["", *advice(plan, options.context, options.k, options.acceptance)]
+    return lines
+
+
+def advice(plan: Plan, context: int, k: int, acceptance: float) -> list[str]:
+    """What the prediction means, in sentences."""
+    anatomy, memory = plan.anatomy, plan.anatomy.memory
+    if anatomy.refusal:
+        return [
+            f"windowed_mtp would be refused: {anatomy.refusal}",
+            f"(if it ran: {100 * plan.win:+.1f}% a step.)",
+        ]
+    gained = 0.0
+    if memory.native_capacity and memory.windowed_capacity:
+        gained = memory.windowed_capacity / memory.native_capacity - 1
+    lines = []
+    if context <= anatomy.draft_reads:
+        lines.append("Not worth it: the window covers the whole context and never acts.")
+    elif plan.win >= WORTH_IT:
+        lines.append(
+            f"Worth it: a native step costs {100 * plan.win:.1f}% more than a windowed one, and "
+            f"{100 * gained:.1f}% more tokens fit. It pays as long as the acceptance length stays above "
+            f"{100 / (1 + plan.win):.0f}% of native's."
+        )
+    else:
+        lines.append(
+            f"Not worth it for speed: {100 * plan.win:+.1f}% a step, less than a change of input makes. "
+            f"{100 * gained:+.1f}% tokens fit."
+        )
+    lengths = {depth: roofline.acceptance_length(acceptance, depth) for depth in (0, k)}
+    plain = plan.plain.seconds
+    lines.append(
+        f"At an acceptance of {acceptance:g} a draft (AL {lengths[k]:.2f} at K={k}) speed over no "
+        f"speculation: native {plain * lengths[k] / plan.native.seconds:.2f}x, windowed "
+        f"{plain * lengths[k] / plan.windowed.seconds:.2f}x; best K: native {plan.best_native}, "
+        f"windowed {plan.best_windowed}."
+    )
+    lines.append(
+        f"Largest window that costs less than {100 * NO_MATTER:.0f}% more than the smallest: "
+        f"W={plan.best_window}."
+    )
+    return lines
+
+
+def _layers(part: Part) -> str:
+    kinds = (
+        f"{a.layers} {'layer' if a.layers == 1 else 'layers'} of {a.token_bytes:,.0f} bytes a token"
+        + (f" within {a.reach:,}" if a.reach else "")
+        for a in part.attention
+    )
+    return " and ".join(kinds)
+
+
+def _capacity(native: int | None, windowed: int | None) -> str:
+    if native is None and windowed is None:
+        return "not even one sequence: fewer tokens, more GPUs or smaller weights are needed"
+    if native is None:
+        return f"not one sequence with native MTP; {windowed:,} tokens windowed"
+    if windowed is None:
+        return f"{native:,} tokens with native MTP"
+    return (
+        f"{native:,} tokens with native MTP, {windowed:,} windowed "
+        f"({100 * (windowed / native - 1):+.1f}%)"
+    )
+
+
+def _size(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

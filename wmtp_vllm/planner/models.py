@@ -1,0 +1,85 @@
+"""Whose plan: a preset, a local model, its config.json, or a model of the hub."""
+
+import json
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+BITS = {"fp8": 8, "fbgemm_fp8": 8, "modelopt": 8, "modelopt_fp4": 4.5, "mxfp4": 4.25}
+"""Bits a weight of quantization methods that have one width, scales included."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model to plan for.
+
+    Args:
+        name: as the user gave it.
+        config: its config.json.
+        weight_bits: bits a weight, by its quantization_config.
+        source: where a preset's figures are from.
+
+    """
+
+    name: str
+    config: dict[str, Any]
+    weight_bits: float
+    source: str = ""
+
+
+def presets() -> list[str]:
+    """Names of the presets."""
+    folder = files(__package__).joinpath("presets")
+    return sorted(f.name.removesuffix(".json") for f in folder.iterdir() if f.name != "__pycache__")
+
+
+def find(name: str) -> Model:
+    """The model that `name` means.
+
+    Raises:
+        ValueError: there is none.
+
+    """
+    if name in presets():
+        text = files(__package__).joinpath("presets", f"{name}.json").read_text()
+        preset = json.loads(text)
+        return Model(name, preset["config"], 16, preset["source"])
+    path = Path(name)
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        file = _from_hub(name)
+    try:
+        config = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from error
+    return Model(name, config, weight_bits(config))
+
+
+def weight_bits(config: dict[str, Any]) -> float:
+    """Bits a weight, as far as a config.json says."""
+    quantization = config.get("quantization_config") or {}
+    if not quantization:
+        return 16
+    method = str(quantization.get("quant_method", "")).lower()
+    if "nvfp4" in json.dumps(quantization).lower():
+        return 4.5
+    width = quantization.get("bits") or quantization.get("w_bit") or BITS.get(method)
+    if not width:
+        raise ValueError(
+            f"the config's quantization_config has quant_method {method!r}, whose bits a weight are not "
+            "known here. Give --weight-bits."
+        )
+    return float(width)
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(name, "config.json"))
+    except Exception as error:
+        raise ValueError(
+            f"{name!r} is no folder with a config.json, no such file, no preset "
+            f"({', '.join(presets())}), and not found on the hub: {error}"
+        ) from error
