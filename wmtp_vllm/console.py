@@ -3,17 +3,28 @@
 import argparse
 import json
 import sys
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> Any:
-    """`--engine-arguments`, and `--model` or `--tiny`, to whose group alternatives may be added."""
+def add_model_arguments(
+    parser: argparse.ArgumentParser, tiny: Sequence[str] = ("dense", "hybrid")
+) -> Any:
+    """`--engine-arguments`, and `--model` or `--tiny`, to whose group alternatives may be added.
+
+    Args:
+        parser: of a command.
+        tiny: the embedded models that the command can use.
+
+    """
     add_engine_arguments(parser)
     model = parser.add_mutually_exclusive_group()
     model.add_argument("--model", help="your own checkpoint with an MTP head (a path or hub name)")
     model.add_argument(
         "--tiny",
-        choices=("dense", "hybrid"),
+        choices=tuple(tiny),
         default="dense",
         help="the embedded tiny model to use without --model (default: dense)",
     )
@@ -31,9 +42,13 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def say(line: str) -> None:
-    """Progress, on one line where a person watches."""
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
-    elif line:
-        print(line, file=sys.stderr, flush=True)
+def progress(items: Sequence[T], title: Callable[[T], str]) -> Iterator[T]:
+    """Go through the items: with a bar where a person watches, else a line for each."""
+    from tqdm import tqdm
+
+    bar = tqdm(items, disable=not sys.stderr.isatty(), leave=False)
+    for number, item in enumerate(bar, start=1):
+        bar.set_description(title(item))
+        if bar.disable:
+            print(f"{number}/{len(items)}: {title(item)}", file=sys.stderr, flush=True)
+        yield item

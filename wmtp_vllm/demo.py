@@ -14,7 +14,7 @@ from typing import Any
 
 from wmtp_vllm import child
 from wmtp_vllm.config import METHOD
-from wmtp_vllm.console import add_model_arguments, say
+from wmtp_vllm.console import add_model_arguments, progress
 
 ARMS = {"none": "no speculation", "mtp": "native MTP", METHOD: "windowed MTP"}
 TINY_MODEL_ARGUMENTS = {
@@ -97,10 +97,10 @@ def main(options: argparse.Namespace) -> int:
     """Run all arms and print the table; returns 0 when all gave the same output."""
     with tempfile.TemporaryDirectory(prefix="wmtp-demo-") as scratch:
         results = {}
-        for number, method in enumerate(ARMS, start=1):
-            say(f"[{number}/{len(ARMS)}] {ARMS[method]}: starting vLLM and generating ...")
+        for method in progress(
+            list(ARMS), lambda method: f"{ARMS[method]}: vLLM starts, generates"
+        ):
             results[method] = _run(_arm(options, method, Path(scratch)))
-        say("")
     print(_table(options, results))
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
@@ -143,7 +143,6 @@ def _run(arm: Arm) -> Result:
     try:
         return Result(**child.call("wmtp_vllm.demo", asdict(arm)))
     except child.ChildFailed as failed:
-        say("")
         sys.exit(f"{failed}\nwmtp demo: {arm.title} failed; its log is above.")
 
 

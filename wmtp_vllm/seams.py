@@ -400,6 +400,13 @@ class Draft:
     """Prompt tokens that it did not run on, so far."""
 
 
+def proposing(worker: Any) -> tuple[Any, str]:
+    """The object and attribute that a runner calls once a step to draft."""
+    runner = worker.model_runner
+    speculator = getattr(runner, "speculator", None)
+    return (speculator, "propose") if speculator else (runner, "propose_draft_token_ids")
+
+
 def draft_of(worker: Any) -> Draft:
     """Find the draft in a worker of either runner, whatever its method; for the demo and tests."""
     runner = worker.model_runner

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from wmtp_vllm.bench import report
+from wmtp_vllm.bench import plots, report
 from wmtp_vllm.bench.arms import Arm, Measurement, Run
 from wmtp_vllm.bench.command import _arms
 from wmtp_vllm.config import METHOD
@@ -62,13 +62,13 @@ def test_raw_json_has_every_measurement_and_where_it_comes_from(results, tmp_pat
 
 
 def test_plots_are_drawn_of_what_has_two_points(results, tmp_path):
-    files = report.plot(results, tmp_path, middle=1000)
+    files = plots.draw_all(results, tmp_path, middle=1000)
     assert [file.name for file in files] == ["step_cost.png", "win.png"]
     assert all(file.stat().st_size > 5000 for file in files)
 
 
 def test_every_depth_and_window_is_run_and_the_headline_at_all_contexts():
-    plan = _arms([1, 7], [128, 1024], 64)
+    plan = _arms([1, 7], [128, 1024], [64])
     everywhere = [arm for arm, is_headline in plan if is_headline]
     assert everywhere == [NONE, Arm("mtp", 7), Arm(METHOD, 7, 1024, 64)]
     assert len({arm for arm, _ in plan}) == len(plan) == 7

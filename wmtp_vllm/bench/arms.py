@@ -1,11 +1,14 @@
 """One arm of a benchmark: an engine in a process of its own, asked one prompt at a time."""
 
 import resource
+import statistics
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from wmtp_vllm import child
+from wmtp_vllm import child, seams
 from wmtp_vllm.config import METHOD
 
 
@@ -56,7 +59,7 @@ class Measurement:
     """One answer of one arm."""
 
     context: int
-    """prompt tokens"""
+    """prompt tokens; of a set of prompts their mean"""
     generated: int
     ttft: float
     """seconds to the first token"""
@@ -65,6 +68,8 @@ class Measurement:
     drafts: int
     accepted: int
     accepted_per_position: list[int]
+    draft_phase: float = 0.0
+    """seconds that a step spends drafting, the median; 0 where nothing drafts or it was not seen"""
 
     @property
     def acceptance_length(self) -> float:
@@ -89,9 +94,15 @@ class Run:
     device: str
 
 
-def run(
-    arm: Arm, engine_arguments: dict[str, Any], prompts: list[list[int]], max_tokens: int
-) -> Run:
+@dataclass(frozen=True)
+class Prompt:
+    """What is asked: token ids, and the context that its measurement counts for, in tokens."""
+
+    context: int
+    token_ids: list[int]
+
+
+def run(arm: Arm, engine_arguments: dict[str, Any], prompts: list[Prompt], max_tokens: int) -> Run:
     """Start the arm in a process of its own and measure each prompt.
 
     Raises:
@@ -101,7 +112,7 @@ def run(
     request = {
         "arm": asdict(arm),
         "engine_arguments": engine_arguments,
-        "prompts": prompts,
+        "prompts": [asdict(prompt) for prompt in prompts],
         "max_tokens": max_tokens,
     }
     result = child.call("wmtp_vllm.bench.arms", request)
@@ -118,10 +129,15 @@ def _measure_all(request: dict[str, Any]) -> dict[str, Any]:
         disable_log_stats=False,
         enable_prefix_caching=False,
     )
-    prompts, max_tokens = request["prompts"], request["max_tokens"]
+    prompts = [Prompt(**prompt) for prompt in request["prompts"]]
+    max_tokens = request["max_tokens"]
+    laps: list[Lap] = []
+    # Several workers are processes of their own, into which nothing can be hung from here.
+    if request["arm"]["k"] and llm.llm_engine.vllm_config.parallel_config.world_size == 1:
+        [laps] = llm.collective_rpc(_time_drafting)
     # Warm-up: what is compiled, captured or allocated on first use, and nothing of a prompt's length.
-    _measure(llm, min(prompts, key=len), min(16, max_tokens))
-    measurements = [asdict(_measure(llm, prompt, max_tokens)) for prompt in prompts]
+    _measure(llm, min(prompts, key=lambda p: len(p.token_ids)), min(16, max_tokens), laps)
+    measurements = [asdict(_measure(llm, prompt, max_tokens, laps)) for prompt in prompts]
     on_gpu = torch.cuda.is_available()
     return {
         "measurements": measurements,
@@ -137,23 +153,59 @@ def _measure_all(request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _measure(llm: Any, prompt: list[int], max_tokens: int) -> Measurement:
+Lap = Callable[[], float]
+"""Gives the seconds of one call."""
+
+
+def _time_drafting(worker: Any) -> list[Lap]:
+    """Time each call that drafts in a worker of this process; the list grows with them."""
+    import torch
+
+    owner, name = seams.proposing(worker)
+    propose = getattr(owner, name)
+    laps: list[Lap] = []
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.cuda.is_available():
+            started = time.perf_counter()
+            drafts = propose(*args, **kwargs)
+            seconds = time.perf_counter() - started
+            laps.append(lambda: seconds)
+            return drafts
+        # By events on the stream: nothing waits for them until the answer is there.
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        drafts = propose(*args, **kwargs)
+        end.record()
+        laps.append(lambda: start.elapsed_time(end) / 1000)
+        return drafts
+
+    setattr(owner, name, timed)
+    return laps
+
+
+def _measure(llm: Any, prompt: Prompt, max_tokens: int, laps: list[Lap]) -> Measurement:
     from vllm import SamplingParams
 
     before = _counters(llm)
+    laps.clear()
     sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    [output] = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+    [output] = llm.generate([{"prompt_token_ids": prompt.token_ids}], sampling, use_tqdm=False)
     after = _counters(llm)
     stats = output.metrics
     generated = len(output.outputs[0].token_ids)
+    drafts = after[0] - before[0]
+    # The calls before these ran with chunks of the prompt.
+    seconds = [lap() for lap in laps[-drafts:]] if drafts else []
     return Measurement(
-        context=len(prompt),
+        context=prompt.context,
         generated=generated,
         ttft=stats.first_token_latency,
         tpot=(stats.last_token_ts - stats.first_token_ts) / max(1, generated - 1),
-        drafts=after[0] - before[0],
+        drafts=drafts,
         accepted=after[1] - before[1],
         accepted_per_position=[a - b for a, b in zip(after[2], before[2], strict=True)],
+        draft_phase=statistics.median(seconds) if seconds else 0.0,
     )
 
 

@@ -1,16 +1,17 @@
 """`wmtp bench`: no speculation, native and windowed MTP over contexts, windows and depths."""
 
 import argparse
+import shlex
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from wmtp_vllm import child
-from wmtp_vllm.bench import report, server, workloads
-from wmtp_vllm.bench.arms import Arm, Run, run
+from wmtp_vllm.bench import plots, prompts, report, server, workloads
+from wmtp_vllm.bench.arms import Arm, Prompt, Run, run
 from wmtp_vllm.config import METHOD
-from wmtp_vllm.console import add_model_arguments, say
+from wmtp_vllm.console import add_model_arguments, progress
 
 TINY_MODEL_ARGUMENTS = {
     "dtype": "auto",
@@ -22,20 +23,36 @@ QUICK = {"contexts": [1024, 4096, 16384], "depths": [1, 3, 7], "windows": [128, 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    model = add_model_arguments(parser)
+    model = add_model_arguments(parser, tiny=("dense", "hybrid", "trained"))
     model.add_argument(
         "--base-url", metavar="URL", help="measure this running server only, such as http://host/v1"
     )
     parser.add_argument("--tiny-layers", type=int, default=4, help="layers of the tiny dense model")
-    parser.add_argument("--contexts", type=int, nargs="+", metavar="N", help="prompt lengths")
+    asked = parser.add_mutually_exclusive_group()
+    asked.add_argument("--contexts", type=int, nargs="+", metavar="N", help="prompt lengths")
+    asked.add_argument(
+        "--prompt-file",
+        type=Path,
+        metavar="FILE",
+        help='JSON lines with a key "prompt", or one prompt as text, in place of generated ones',
+    )
+    asked.add_argument(
+        "--dataset",
+        type=shlex.split,
+        metavar="OPTIONS",
+        help="""a dataset of vLLM's own benchmark, by its options: '--dataset-name sharegpt
+        --dataset-path FILE --num-prompts 8'""",
+    )
     parser.add_argument("--depths", type=int, nargs="+", metavar="K", help="tokens drafted a step")
     parser.add_argument("--windows", type=int, nargs="+", metavar="W", help="draft windows, tokens")
-    parser.add_argument("--sink", type=int, default=64, metavar="S", help="sink (default: 64)")
+    parser.add_argument(
+        "--sinks", type=int, nargs="+", default=[64], metavar="S", help="default: 64"
+    )
     parser.add_argument(
         "--task",
         choices=tuple(workloads.TASKS),
-        help="kind of input (default: niah_multiquery; variable_tracking, which is shorter, for a tiny "
-        "model)",
+        help="kind of generated input (default: niah_multiquery; variable_tracking, which is shorter, "
+        "for a tiny model)",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-tokens", type=int, default=128, help="tokens to generate a prompt")
@@ -46,106 +63,116 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Run all arms, interleaved, and write table, JSON and plots."""
-    contexts = sorted(options.contexts or QUICK["contexts"])
     depths = options.depths or QUICK["depths"]
     windows = sorted(options.windows or QUICK["windows"])
     rounds = 1 if options.quick else options.rounds
     max_tokens = min(options.max_tokens, 64) if options.quick else options.max_tokens
-    is_tiny = not (options.model or options.base_url)
-    options.task = options.task or ("variable_tracking" if is_tiny else "niah_multiquery")
     options.out.mkdir(parents=True, exist_ok=True)
     if options.base_url:
-        return _measure_server(options, contexts, rounds, max_tokens)
+        return _measure_server(options, rounds, max_tokens)
     with tempfile.TemporaryDirectory(prefix="wmtp-bench-") as scratch:
-        arguments = _engine_arguments(options, max(contexts) + max_tokens + 16, Path(scratch))
-        prompts = _prompts(options, arguments["model"], contexts)
+        model = options.model or _tiny_model(options, Path(scratch))
+        wanted = _prompts(options, model)
+        arguments = _engine_arguments(options, model, wanted, max_tokens)
+        contexts = sorted({prompt.context for prompt in wanted})
         middle = contexts[len(contexts) // 2]
-        plan = _arms(depths, windows, options.sink)
+        plan = _arms(depths, windows, options.sinks)
         results = report.Results()
-        for number in range(rounds):
-            for position, (arm, is_headline) in enumerate(plan, start=1):
-                say(f"round {number + 1}/{rounds}, arm {position}/{len(plan)}: {arm.title}")
-                asked = prompts if is_headline else [p for p in prompts if len(p) == middle]
-                try:
-                    results.add(arm, run(arm, arguments, asked, max_tokens))
-                except child.ChildFailed as failed:
-                    sys.exit(f"{failed}\nwmtp bench: {arm.title} failed; its log is above.")
-    say("")
+        runs = [(number, arm, is_wide) for number in range(rounds) for arm, is_wide in plan]
+        bar = progress(runs, lambda run: f"round {run[0] + 1}/{rounds}, {run[1].title}")
+        for _, arm, is_headline in bar:
+            asked = wanted if is_headline else [p for p in wanted if p.context == middle]
+            try:
+                results.add(arm, run(arm, arguments, asked, max_tokens))
+            except child.ChildFailed as failed:
+                sys.exit(f"{failed}\nwmtp bench: {arm.title} failed; its log is above.")
     print(report.table(results))
     settings = {**vars(options), "engine_arguments": arguments, "contexts": contexts}
     settings |= {"depths": depths, "windows": windows, "rounds": rounds, "max_tokens": max_tokens}
     print(f"\nraw: {report.save(results, settings, options.out)}")
     try:
-        for file in report.plot(results, options.out, middle):
+        for file in plots.draw_all(results, options.out, middle):
             print(f"plot: {file}")
     except ImportError:
         print("no plots: there is no matplotlib. pip install 'wmtp-vllm[bench]'")
     return 0
 
 
-def _arms(depths: list[int], windows: list[int], sink: int) -> list[tuple[Arm, bool]]:
+def _arms(depths: list[int], windows: list[int], sinks: list[int]) -> list[tuple[Arm, bool]]:
     """Every arm, and whether it is run at all contexts or at the middle one only.
 
-    The largest depth and window are the headline; the others show how these two matter.
+    The largest depth, window and sink are the headline; the others show how these matter.
     """
-    k, w = max(depths), max(windows)
-    arms = [(Arm("none"), True), (Arm("mtp", k), True), (Arm(METHOD, k, w, sink), True)]
+    k, w, s = max(depths), max(windows), max(sinks)
+    arms = [(Arm("none"), True), (Arm("mtp", k), True), (Arm(METHOD, k, w, s), True)]
     arms += [(Arm("mtp", depth), False) for depth in depths if depth != k]
-    arms += [(Arm(METHOD, depth, w, sink), False) for depth in depths if depth != k]
-    arms += [(Arm(METHOD, k, window, sink), False) for window in windows if window != w]
-    return [*arms, (Arm(METHOD, k, w, sink, "full"), False)]
+    arms += [(Arm(METHOD, depth, w, s), False) for depth in depths if depth != k]
+    arms += [
+        (Arm(METHOD, k, window, sink), False)
+        for sink in sinks
+        for window in windows
+        if (window, sink) != (w, s)
+    ]
+    return [*arms, (Arm(METHOD, k, w, s, "full"), False)]
+
+
+def _tiny_model(options: argparse.Namespace, scratch: Path) -> str:
+    from wmtp_vllm import tiny_models
+
+    size = {"layers": options.tiny_layers} if options.tiny == "dense" else {}
+    return str(tiny_models.build(options.tiny, scratch / options.tiny, **size))
 
 
 def _engine_arguments(
-    options: argparse.Namespace, max_model_len: int, scratch: Path
+    options: argparse.Namespace, model: str, asked: list[Prompt], max_tokens: int
 ) -> dict[str, Any]:
-    arguments: dict[str, Any] = {"model": options.model, "max_model_len": max_model_len}
+    max_model_len = max(len(prompt.token_ids) for prompt in asked) + max_tokens + 16
+    arguments: dict[str, Any] = {"model": model, "max_model_len": max_model_len}
     if options.model is None:
-        from wmtp_vllm import tiny_models
-
-        size = {"layers": options.tiny_layers} if options.tiny == "dense" else {}
-        model = tiny_models.build(options.tiny, scratch / options.tiny, **size)
-        arguments |= TINY_MODEL_ARGUMENTS
-        arguments |= {
-            "model": str(model),
-            # Room for one prompt of the largest size, and a second of half.
-            "kv_cache_memory_bytes": (256 << 20) + max_model_len * 8192,
-        }
+        # Room for one prompt of the largest size, and a second of half.
+        room = (256 << 20) + max_model_len * 8192
+        arguments |= TINY_MODEL_ARGUMENTS | {"kv_cache_memory_bytes": room}
     return arguments | options.engine_arguments
 
 
-def _measure_server(
-    options: argparse.Namespace, contexts: list[int], rounds: int, max_tokens: int
-) -> int:
+def _prompts(
+    options: argparse.Namespace, model: str, most: int = sys.maxsize, seed: int = 0
+) -> list[Prompt]:
+    """What the options ask for, as far as it has at most `most` tokens.
+
+    Args:
+        options: of the command.
+        model: whose tokenizer counts.
+        most: tokens.
+        seed: added to the user's.
+
+    """
+    try:
+        if options.prompt_file:
+            found = prompts.from_file(model, options.prompt_file)
+        elif options.dataset:
+            found = prompts.of_dataset(model, [*options.dataset, "--seed", str(options.seed)])
+        else:
+            is_tiny = not (options.model or options.base_url)
+            task = options.task or ("variable_tracking" if is_tiny else "niah_multiquery")
+            contexts = [n for n in sorted(options.contexts or QUICK["contexts"]) if n <= most]
+            found = prompts.generated(model, task, contexts, options.seed + seed)
+    except (OSError, ValueError) as error:
+        sys.exit(f"wmtp bench: {error}")
+    found = [prompt for prompt in found if len(prompt.token_ids) <= most]
+    if not found:
+        sys.exit(f"wmtp bench: no prompt has at most the {most} tokens that the model takes.")
+    return found
+
+
+def _measure_server(options: argparse.Namespace, rounds: int, max_tokens: int) -> int:
     """One arm, what the server does; a prompt is asked for once a round, so that none is cached."""
     model, max_model_len = server.served_model(options.base_url)
-    contexts = [n for n in contexts if n + max_tokens <= max_model_len]
     arm, results = Arm("server"), report.Results()
-    for number in range(rounds):
-        say(f"round {number + 1}/{rounds}: {options.base_url}")
-        options.seed += 1
-        prompts = _prompts(options, model, contexts)
-        found = server.measure(options.base_url, prompts, max_tokens)
+    for number in progress(range(rounds), lambda number: f"round {number + 1}/{rounds}"):
+        asked = _prompts(options, model, max_model_len - max_tokens, seed=number)
+        found = server.measure(options.base_url, asked, max_tokens)
         results.add(arm, Run(found, kv_capacity=0, peak_memory=0, device="server"))
-    say("")
     print(report.table(results))
     print(f"\nraw: {report.save(results, vars(options), options.out)}")
     return 0
-
-
-def _prompts(options: argparse.Namespace, model: str, contexts: list[int]) -> list[list[int]]:
-    """Token ids of one prompt of exactly each length."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    prompts = []
-    for context in contexts:
-
-        def count(text: str) -> int:
-            return len(tokenizer.encode(text))
-
-        sample = workloads.make(options.task, context, options.seed, count)
-        ids = tokenizer.encode(sample.prompt)
-        # To the token, so that arms and rounds of one context are of one length: the front is cheap.
-        prompts.append(ids[:1] * (context - len(ids)) + ids)
-    return prompts

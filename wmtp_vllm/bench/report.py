@@ -1,4 +1,4 @@
-"""What a benchmark found: medians and ratios, a table, raw JSON with its provenance, and plots."""
+"""What a benchmark found: medians and ratios, a table, and raw JSON with its provenance."""
 
 import json
 import platform
@@ -28,6 +28,8 @@ class Cell:
     """seconds"""
     acceptance_length: float
     """over all rounds' drafts together"""
+    draft_phase: float
+    """seconds a step, of `step_cost`; 0 where nothing is drafted or it was not seen"""
 
 
 class Results:
@@ -57,6 +59,7 @@ class Results:
             median(lambda m: m.tpot),
             median(lambda m: m.ttft),
             1 + accepted / drafts if drafts else 1.0,
+            median(lambda m: m.draft_phase),
         )
 
     def contexts(self, arm: Arm) -> list[int]:
@@ -85,7 +88,10 @@ class Results:
 def table(results: Results) -> str:
     """Ratios first; times are this machine's."""
     rows = [
-        ["context", "arm", "step / native", "TPOT / none", "TTFT / none", "AL", "step", "TPOT"],
+        [
+            *("context", "arm", "step / native", "draft / native", "TPOT / none", "TTFT / none"),
+            *("AL", "step", "of it draft", "TPOT"),
+        ]
     ]
     for cell in sorted(results.cells(), key=lambda c: c.context):
         native = results.cell(results.native_of(cell.arm), cell.context) if cell.arm.k else None
@@ -95,10 +101,16 @@ def table(results: Results) -> str:
                 f"{cell.context:,}",
                 cell.arm.title,
                 f"{cell.step_cost / native.step_cost:.2f}" if native else "-",
+                (
+                    f"{cell.draft_phase / native.draft_phase:.2f}"
+                    if native and native.draft_phase
+                    else "-"
+                ),
                 f"{cell.tpot / none.tpot:.2f}" if none else "-",
                 f"{cell.ttft / none.ttft:.2f}" if none else "-",
                 f"{cell.acceptance_length:.2f}" if cell.acceptance_length > 1 else "-",
                 f"{1000 * cell.step_cost:.1f} ms",
+                f"{1000 * cell.draft_phase:.1f} ms" if cell.draft_phase else "-",
                 f"{1000 * cell.tpot:.1f} ms",
             ]
         )
@@ -117,12 +129,24 @@ def table(results: Results) -> str:
                 f"{arm.title}: KV cache {run.kv_capacity:,} tokens, peak memory "
                 f"{run.peak_memory / 2**20:,.0f} MiB"
             )
+    lines += _growth(results)
     lines += [
         "",
         "step = TPOT x AL, the time of a step; below 1.00 the arm's is cheaper. AL: tokens a step.",
         f"Medians; times are of {provenance()['device_note']}.",
     ]
     return "\n".join(lines)
+
+
+def _growth(results: Results) -> list[str]:
+    """How the draft phase grows with the context."""
+    lines = []
+    for arm in results.runs:
+        cells = [cell for cell in results.cells([arm]) if cell.draft_phase]
+        if len(cells) > 1:
+            phases = (f"{c.draft_phase / cells[0].draft_phase:.2f} at {c.context:,}" for c in cells)
+            lines.append(f"draft phase of {arm.title}, relative: {', '.join(phases)}")
+    return [] if not lines else ["", *lines]
 
 
 def provenance() -> dict[str, Any]:
@@ -163,85 +187,3 @@ def save(results: Results, options: dict[str, Any], folder: Path) -> Path:
     document = {"provenance": provenance(), "options": options, "runs": runs}
     file.write_text(json.dumps(document, indent=1, default=str))
     return file
-
-
-def plot(results: Results, folder: Path, middle: int) -> list[Path]:
-    """Four plots; those of which there is nothing to show are left out.
-
-    Args:
-        results: of a benchmark.
-        folder: for the files.
-        middle: the context at which windows and depths are compared, in tokens.
-
-    Raises:
-        ImportError: there is no matplotlib.
-
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    files = []
-
-    def draw(
-        name: str, xlabel: str, ylabel: str, lines: dict[str, list[tuple[float, float]]], log: bool
-    ) -> None:
-        lines = {label: sorted(points) for label, points in lines.items() if len(points) > 1}
-        if not lines:
-            return
-        figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
-        for label, points in lines.items():
-            axes.plot(*zip(*points, strict=True), marker="o", label=label)
-        if log:
-            axes.set_xscale("log", base=2)
-            ticks = sorted({x for points in lines.values() for x, _ in points})
-            axes.set_xticks(ticks, [f"{x:,.0f}" for x in ticks])
-            axes.minorticks_off()
-        axes.set(xlabel=xlabel, ylabel=ylabel)
-        axes.grid(alpha=0.3)
-        axes.legend()
-        file = folder / f"{name}.png"
-        figure.savefig(file, dpi=120)
-        pyplot.close(figure)
-        files.append(file)
-
-    over_contexts = {arm: results.cells([arm]) for arm in results.runs}
-    draw(
-        "step_cost",
-        "context, tokens",
-        "step cost, ms",
-        {a.title: [(c.context, 1000 * c.step_cost) for c in cs] for a, cs in over_contexts.items()},
-        log=True,
-    )
-    draw(
-        "win",
-        "context, tokens",
-        "win over native MTP, %",
-        {
-            arm.title: [(c.context, 100 * w) for c in cs if (w := results.win(c)) is not None]
-            for arm, cs in over_contexts.items()
-        },
-        log=True,
-    )
-    at_middle = [cell for arm in results.runs if (cell := results.cell(arm, middle))]
-    by_depth: dict[int, list[tuple[float, float]]] = {}
-    for cell in at_middle:
-        if cell.arm.window and cell.arm.kv == "ring":
-            by_depth.setdefault(cell.arm.k, []).append((cell.arm.window, cell.acceptance_length))
-    draw(
-        "acceptance_by_window",
-        "window W, tokens",
-        f"acceptance length at {middle:,} tokens",
-        {f"windowed, K={k}": points for k, points in by_depth.items()},
-        log=True,
-    )
-    by_kind: dict[str, list[tuple[float, float]]] = {}
-    widest = max((c.arm.window for c in at_middle), default=0)
-    for cell in at_middle:
-        kind = {"mtp": "native MTP", "windowed_mtp": f"windowed, W={widest}"}.get(cell.arm.method)
-        if kind and cell.arm.kv == "ring" and cell.arm.window in (0, widest):
-            by_kind.setdefault(f"{kind}: AL", []).append((cell.arm.k, cell.acceptance_length))
-            by_kind.setdefault(f"{kind}: TPOT, ms", []).append((cell.arm.k, 1000 * cell.tpot))
-    draw("by_depth", "depth K, tokens", f"at {middle:,} tokens", by_kind, log=False)
-    return files

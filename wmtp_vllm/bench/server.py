@@ -4,17 +4,17 @@ import time
 import urllib.request
 from typing import Any
 
-from wmtp_vllm.bench.arms import Measurement
+from wmtp_vllm.bench.arms import Measurement, Prompt
 
 COUNTERS = "vllm:spec_decode_num_"
 
 
-def measure(base_url: str, prompts: list[list[int]], max_tokens: int) -> list[Measurement]:
+def measure(base_url: str, prompts: list[Prompt], max_tokens: int) -> list[Measurement]:
     """Ask the server for each prompt, one at a time.
 
     Args:
         base_url: such as `http://localhost:8000/v1`.
-        prompts: token ids.
+        prompts: what to ask.
         max_tokens: to generate for each, past the end of sequence.
 
     Raises:
@@ -38,13 +38,13 @@ def served_model(base_url: str) -> tuple[str, int]:
 
 
 def _measure(
-    client: Any, model: str, base_url: str, prompt: list[int], max_tokens: int
+    client: Any, model: str, base_url: str, prompt: Prompt, max_tokens: int
 ) -> Measurement:
     before = counters(base_url)
     started = time.perf_counter()
     stream = client.completions.create(
         model=model,
-        prompt=prompt,
+        prompt=prompt.token_ids,
         max_tokens=max_tokens,
         temperature=0,
         stream=True,
@@ -61,7 +61,7 @@ def _measure(
             generated = chunk.usage.completion_tokens
     after = counters(base_url)
     return Measurement(
-        context=len(prompt),
+        context=prompt.context,
         generated=generated,
         ttft=first - started,
         tpot=(last - first) / max(1, generated - 1),
