@@ -3,24 +3,17 @@
 import argparse
 import json
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from wmtp_vllm import child
 from wmtp_vllm.config import METHOD, WindowedMTPConfig
 from wmtp_vllm.console import add_engine_arguments
-from wmtp_vllm.planner import models, roofline
-from wmtp_vllm.planner.anatomy import Anatomy, Question, study
-from wmtp_vllm.planner.hardware import GPU, GPUS
-from wmtp_vllm.planner.roofline import Constants, Part, Step, Workload
-
-DEPTHS = range(1, 10)
-SIZES = (1024, 2048, 4096)
-"""W + S, in tokens, among which one is advised; more gained no acceptance in the paper's sweep."""
-NO_MATTER = 0.03
-"""Share of a step by which a larger window may make it longer, and is still advised."""
-WORTH_IT = 0.05
-"""Least predicted win at which windowed MTP is advised for speed."""
+from wmtp_vllm.planner import models
+from wmtp_vllm.planner.anatomy import Question, study
+from wmtp_vllm.planner.hardware import GPUS
+from wmtp_vllm.planner.prediction import BATCHES, Plan, advice, predict
+from wmtp_vllm.planner.roofline import Constants, Part, Workload
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,58 +64,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_engine_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print JSON: bytes, seconds, tokens")
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Everything predicted; `native` and `windowed` are steps of K drafts, `plain` one of none."""
-
-    anatomy: Anatomy
-    plain: Step
-    native: Step
-    windowed: Step
-    best_native: int
-    best_windowed: int
-    best_window: int
-
-    @property
-    def win(self) -> float:
-        """Native step cost over windowed, less 1."""
-        return self.native.seconds / self.windowed.seconds - 1
-
-
-def predict(
-    anatomy: Anatomy,
-    gpu: GPU,
-    load: Workload,
-    *,
-    sink: int,
-    weight_bits: float,
-    acceptance: float = 0.8,
-    constants: Constants | None = None,
-) -> Plan:
-    """Predict the steps of a studied model, and the best depths and window."""
-    constants = constants or Constants()
-
-    def steps(k: int, reads: int) -> Step:
-        of = replace(load, k=k)
-        return roofline.step(anatomy.target, anatomy.draft, of, reads, gpu, weight_bits, constants)
-
-    def best(reads: int) -> int:
-        return roofline.best_depth([(k, steps(k, reads).seconds) for k in DEPTHS], acceptance)
-
-    reads = min(anatomy.draft_reads, load.context)
-    by_size = {n - sink: steps(load.k, min(n, load.context)).seconds for n in SIZES if n > sink}
-    cheapest = min(by_size.values())
-    return Plan(
-        anatomy,
-        steps(0, 0),
-        steps(load.k, load.context),
-        steps(load.k, reads),
-        best(load.context),
-        best(reads),
-        max(w for w, seconds in by_size.items() if seconds <= cheapest * (1 + NO_MATTER)),
-    )
 
 
 def main(options: argparse.Namespace) -> int:
@@ -199,6 +140,7 @@ def _as_json(plan: Plan, options: dict[str, Any], weight_bits: float) -> dict[st
         "draft_kv_tax": plan.anatomy.memory.tax,
         "steps": steps,
         "win": plan.win,
+        "wins": plan.wins,
         "best_depth": {"native": plan.best_native, "windowed": plan.best_windowed},
         "best_window": plan.best_window,
         "advice": advice(plan, options["context"], options["k"], options["acceptance"]),
@@ -234,47 +176,11 @@ def _report(plan: Plan, options: argparse.Namespace, weight_bits: float) -> list
         row = (1e3 * getattr(step, name) for step in (plan.plain, plan.native, plan.windowed))
         title = "all" if name == "seconds" else name.replace("_", " ")
         lines.append(f"  {title:20}" + "".join(f"{value:9.2f}" for value in row))
+    lines += ["", "Win (%) by context     " + "".join(f"{f'batch {b}':>9}" for b in BATCHES)]
+    for context, wins in plan.wins.items():
+        row = "".join(f"{100 * wins[batch]:9.1f}" for batch in BATCHES)
+        lines.append(f"  {context:>9,} tokens    {row}")
     lines += ["", *advice(plan, options.context, options.k, options.acceptance)]
-    return lines
-
-
-def advice(plan: Plan, context: int, k: int, acceptance: float) -> list[str]:
-    """What the prediction means, in sentences."""
-    anatomy, memory = plan.anatomy, plan.anatomy.memory
-    if anatomy.refusal:
-        return [
-            f"windowed_mtp would be refused: {anatomy.refusal}",
-            f"(if it ran: {100 * plan.win:+.1f}% a step.)",
-        ]
-    gained = 0.0
-    if memory.native_capacity and memory.windowed_capacity:
-        gained = memory.windowed_capacity / memory.native_capacity - 1
-    lines = []
-    if context <= anatomy.draft_reads:
-        lines.append("Not worth it: the window covers the whole context and never acts.")
-    elif plan.win >= WORTH_IT:
-        lines.append(
-            f"Worth it: a native step costs {100 * plan.win:.1f}% more than a windowed one, and "
-            f"{100 * gained:.1f}% more tokens fit. It pays as long as the acceptance length stays above "
-            f"{100 / (1 + plan.win):.0f}% of native's."
-        )
-    else:
-        lines.append(
-            f"Not worth it for speed: {100 * plan.win:+.1f}% a step, less than a change of input makes. "
-            f"{100 * gained:+.1f}% tokens fit."
-        )
-    lengths = {depth: roofline.acceptance_length(acceptance, depth) for depth in (0, k)}
-    plain = plan.plain.seconds
-    lines.append(
-        f"At an acceptance of {acceptance:g} a draft (AL {lengths[k]:.2f} at K={k}) speed over no "
-        f"speculation: native {plain * lengths[k] / plan.native.seconds:.2f}x, windowed "
-        f"{plain * lengths[k] / plan.windowed.seconds:.2f}x; best K: native {plan.best_native}, "
-        f"windowed {plan.best_windowed}."
-    )
-    lines.append(
-        f"Largest window that costs less than {100 * NO_MATTER:.0f}% more than the smallest: "
-        f"W={plan.best_window}."
-    )
     return lines
 
 

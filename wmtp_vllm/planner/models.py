@@ -48,6 +48,8 @@ def find(name: str) -> Model:
     path = Path(name)
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
+        if name.count("/") != 1:
+            raise ValueError(f"{name!r} is {_nothing_local()} nor a name on the hub")
         file = _from_hub(name)
     try:
         config = json.loads(file.read_text())
@@ -73,13 +75,14 @@ def weight_bits(config: dict[str, Any]) -> float:
     return float(width)
 
 
+def _nothing_local() -> str:
+    return f"no folder with a config.json, no file, and none of the presets {', '.join(presets())};"
+
+
 def _from_hub(name: str) -> Path:
     from huggingface_hub import hf_hub_download
 
     try:
         return Path(hf_hub_download(name, "config.json"))
     except Exception as error:
-        raise ValueError(
-            f"{name!r} is no folder with a config.json, no such file, no preset "
-            f"({', '.join(presets())}), and not found on the hub: {error}"
-        ) from error
+        raise ValueError(f"{name!r} is {_nothing_local()} and not on the hub: {error}") from error

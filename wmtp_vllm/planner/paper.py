@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from wmtp_vllm.config import METHOD
 from wmtp_vllm.planner import models
 from wmtp_vllm.planner.anatomy import Anatomy, Question, study
-from wmtp_vllm.planner.command import predict
 from wmtp_vllm.planner.hardware import GPUS
+from wmtp_vllm.planner.prediction import predict
 from wmtp_vllm.planner.roofline import Constants, Workload
 
 GPU = GPUS["B200"]

@@ -1,0 +1,272 @@
+"""A model taken apart, and its KV planned, from its configuration alone.
+
+vLLM's own classes of the target and its MTP head are built without storage (PyTorch's meta device),
+so layers, weights and KV cache specs are the real ones; then vLLM's planning, and the plugin's, run
+on the specs as they do in an engine. It takes neither weights nor a GPU. `wmtp_vllm.planner.anatomy`
+runs it in a process of its own, since a process that once selected the method keeps it.
+"""
+
+import contextlib
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import asdict, replace
+from math import prod
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from wmtp_vllm import child, seams
+from wmtp_vllm.planner.anatomy import Memory, Question
+from wmtp_vllm.planner.roofline import HEAD_BITS, Attention, Experts, Part
+
+
+def _study(question: Question) -> dict[str, Any]:
+    from wmtp_vllm import proposers
+    from wmtp_vllm.kv_manager.spec import RingSpec
+
+    with tempfile.TemporaryDirectory(prefix="wmtp-plan-") as scratch:
+        # Only how it is stored; the bits a weight are asked for, and many a build cannot make the
+        # quantized layers of all formats.
+        config = {k: v for k, v in question.config.items() if k != "quantization_config"}
+        Path(scratch, "config.json").write_text(json.dumps(config))
+        arguments = question.engine_arguments | {"model": scratch}
+        vllm_config, refusal = _engine_config(arguments, question.speculative_config)
+        target, draft, draft_layers = _build(vllm_config)
+    try:
+        proposers.equip_layers(vllm_config, draft_layers)
+    except ValueError as error:
+        refusal = str(error)
+    specs = seams.original("get_kv_cache_spec")(vllm_config)
+    native = {n: s.native if isinstance(s, RingSpec) else s for n, s in specs.items()}
+    target_layers = [name for name in native if name not in draft_layers]
+    ring = next((s for s in specs.values() if isinstance(s, RingSpec)), None)
+
+    target_part = _take_apart(vllm_config, target, native, target_layers)
+    draft_part = _take_apart(vllm_config, draft, native, draft_layers)
+    # The draft's embeddings and output head are the target's.
+    shared = _embeddings(target) + target_part.head_params
+    draft_part = replace(draft_part, head_params=target_part.head_params)
+    stored = sum(_stored(part) for part in (target_part, draft_part))
+    weights = stored * question.weight_bits / 8 + shared * HEAD_BITS / 8
+    kv_bytes = question.kv_bytes
+    kv_bytes = question.gpu_bytes - weights if kv_bytes is None else kv_bytes
+
+    def usage(names: Collection[str]) -> float:
+        each = (native[n].max_memory_usage_bytes(vllm_config) for n in names)
+        return float(question.batch * sum(each))
+
+    states = [name for name in target_layers if _is_state(native[name])]
+    memory = Memory(
+        weights=weights,
+        kv=kv_bytes,
+        target=usage([n for n in target_layers if n not in states]),
+        states=usage(states),
+        draft=usage(draft_layers),
+        ring=question.batch * _ring_bytes(vllm_config, specs) if ring else None,
+        native_capacity=_capacity(vllm_config, native, kv_bytes),
+        windowed_capacity=_capacity(vllm_config, specs, kv_bytes) if ring else None,
+    )
+    asked = question.speculative_config
+    reads = asked["draft_window_size"] + asked["draft_sink_size"]
+    return {
+        "architecture": vllm_config.model_config.architecture,
+        "params": (stored + shared) * vllm_config.parallel_config.tensor_parallel_size,
+        "target": asdict(target_part),
+        "draft": asdict(draft_part),
+        "draft_reads": ring.draft_window.max_compact_length(1) if ring else reads,
+        "memory": asdict(memory),
+        "refusal": refusal,
+    }
+
+
+def _engine_config(
+    arguments: dict[str, Any], speculative_config: dict[str, Any]
+) -> tuple[Any, str]:
+    """The engine's configuration, and why it is native MTP's where windowed MTP is refused."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    arguments = {"load_format": "dummy", "skip_tokenizer_init": True} | arguments
+    k = speculative_config["num_speculative_tokens"]
+    try:
+        args = EngineArgs(**arguments, speculative_config=speculative_config)
+        config, refusal = args.create_engine_config(), ""
+    except ValueError as error:
+        native = {"method": "mtp", "num_speculative_tokens": k}
+        args = EngineArgs(**arguments, speculative_config=native)
+        config, refusal = args.create_engine_config(), str(error)
+    if config.cache_config.kv_cache_layout is None:
+        # The engine asks its workers; all layouts have the same bytes.
+        config.cache_config.kv_cache_layout = "LBNHC"
+    return config, refusal
+
+
+def _build(vllm_config: Any) -> tuple[Any, Any, list[str]]:
+    """The target and the draft without storage, as rank 0 has them, and the draft's KV layers."""
+    import torch
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.distributed.parallel_state import get_tp_group, model_parallel_is_initialized
+    from vllm.platforms import current_platform
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    initialize = seams.original("initialize_model")
+    parallel = vllm_config.parallel_config
+    layers = vllm_config.compilation_config.static_forward_context
+    with set_current_vllm_config(vllm_config), tempfile.TemporaryDirectory() as scratch:
+        # One process, which builds what the first of so many would: nothing is ever exchanged.
+        if not model_parallel_is_initialized():
+            world_size, parallel.world_size = parallel.world_size, 1
+            init_distributed_environment(1, 0, f"file://{scratch}/store", 0, "gloo")
+            initialize_model_parallel(1)
+            parallel.world_size = world_size
+        get_tp_group().world_size = parallel.tensor_parallel_size
+        dtype = vllm_config.model_config.dtype
+        with torch.device("meta"), set_default_torch_dtype(dtype), _as_if_kernels_were_there():
+            target = initialize(vllm_config)
+            target_layers = set(layers)
+            model_config = vllm_config.speculative_config.draft_model_config
+            draft = initialize(vllm_config, model_config=model_config)
+        # As the executor does once the model is loaded.
+        current_platform.update_block_size_for_backend(vllm_config)
+    new = [name for name in layers if name not in target_layers]
+    with_kv = [n for n in new if getattr(layers[n], "get_kv_cache_spec", None)]
+    return target, draft, [n for n in with_kv if layers[n].get_kv_cache_spec(vllm_config)]
+
+
+def _as_if_kernels_were_there() -> contextlib.AbstractContextManager[Any]:
+    """A CPU has no kernel for experts without gates (Nemotron), and vLLM says so when they are made;
+    here none runs."""
+    from vllm.model_executor.layers.fused_moe import config, unquantized_fused_moe_method
+    from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+    from vllm.platforms import current_platform
+
+    patches = contextlib.ExitStack()
+    if not (current_platform.is_cuda_alike() or current_platform.is_xpu()):
+        able = SimpleNamespace(is_cuda_alike=lambda: True)
+        chosen = (UnquantizedMoeBackend.CPU, None)
+        name = "select_unquantized_moe_backend"
+        patches.enter_context(mock.patch.object(config, "current_platform", able))
+        patches.enter_context(
+            mock.patch.object(unquantized_fused_moe_method, name, return_value=chosen)
+        )
+    return patches
+
+
+def _take_apart(
+    vllm_config: Any, model: Any, specs: dict[str, Any], names: Collection[str]
+) -> Part:
+    attention = Counter(
+        _attention(vllm_config, name, specs[name]) for name in names if not _is_state(specs[name])
+    )
+    experts: Counter[tuple[int, int]] = Counter()
+    for module in model.modules():
+        if hasattr(module, "top_k") and hasattr(module, "global_num_experts"):
+            weights = sum(p.numel() for p in module.parameters())
+            experts[module.global_num_experts, module.top_k] += weights
+    head = _head(model)
+    params = sum(p.numel() for p in model.parameters()) - sum(experts.values())
+    params -= _embeddings(model) + head
+    return Part(
+        layers=_num_layers(model) or len(names),
+        dense_params=params,
+        head_params=head or _embeddings(model),
+        experts=tuple(Experts(n, k, weights) for (n, k), weights in experts.items()),
+        attention=tuple(replace(kind, layers=count) for kind, count in attention.items()),
+        state_bytes=sum(
+            prod(shape) * dtype.itemsize
+            for name in names
+            if _is_state(specs[name])
+            for shape, dtype in zip(specs[name].shapes, specs[name].dtypes, strict=True)
+        ),
+    )
+
+
+def _attention(vllm_config: Any, name: str, spec: Any) -> Attention:
+    layer = vllm_config.compilation_config.static_forward_context[name]
+    a_token = replace(spec, block_size=1, page_size_padded=None).page_size_bytes
+    # Latent attention: one row of KV a token, of which the values are the front part.
+    value_size = getattr(layer, "kv_lora_rank", None) or spec.head_size_v or spec.head_size
+    return Attention(
+        layers=1,
+        num_heads=layer.num_heads,
+        kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        value_size=value_size,
+        token_bytes=a_token,
+        reach=getattr(spec, "sliding_window", None),
+    )
+
+
+def _stored(part: Part) -> int:
+    return part.dense_params + sum(e.params for e in part.experts)
+
+
+def _num_layers(model: Any) -> int:
+    """Entries of its longest list of modules."""
+    from torch.nn import ModuleList
+
+    return max((len(m) for m in model.modules() if isinstance(m, ModuleList)), default=0)
+
+
+def _head(model: Any) -> int:
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    return sum(m.weight.numel() for m in model.modules() if isinstance(m, ParallelLMHead))
+
+
+def _embeddings(model: Any) -> int:
+    from vllm.model_executor.layers.vocab_parallel_embedding import (
+        ParallelLMHead,
+        VocabParallelEmbedding,
+    )
+
+    return sum(
+        m.weight.numel()
+        for m in model.modules()
+        if isinstance(m, VocabParallelEmbedding) and not isinstance(m, ParallelLMHead)
+    )
+
+
+def _is_state(spec: Any) -> bool:
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    return isinstance(spec, MambaSpec)
+
+
+def _ring_bytes(vllm_config: Any, specs: dict[str, Any]) -> float:
+    from wmtp_vllm.kv_manager.planning import only_rings
+
+    max_model_len = vllm_config.model_config.max_model_len
+    return float(
+        sum(
+            spec.draft_window.ring_budget(spec.num_speculative_tokens, max_model_len)
+            * spec.page_size_bytes
+            for spec in only_rings(specs).values()
+        )
+    )
+
+
+def _capacity(vllm_config: Any, specs: dict[str, Any], kv_bytes: float) -> int | None:
+    """Tokens that the plan has room for, or None where not one sequence fits."""
+    from vllm.v1.engine import core
+
+    arguments: list[Any] = [vllm_config, [specs], [int(kv_bytes)]]
+    if hasattr(core, "get_global_kv_cache_groups"):  # vLLM 0.33
+        arguments.append(core.get_global_kv_cache_groups(vllm_config, [specs]))
+    try:
+        [plan] = core.get_kv_cache_configs(*arguments)
+    except ValueError:
+        return None
+    return int(seams.original("get_kv_cache_capacity")(vllm_config, plan)[0])
+
+
+def _study_each(request: dict[str, Any]) -> list[dict[str, Any]]:
+    seams.apply()
+    return [_study(Question(**values)) for values in request["questions"]]
+
+
+if __name__ == "__main__":
+    child.answer(_study_each)
