@@ -5,7 +5,7 @@ roofline are fitted to what is reported at 261K tokens alone; everything at 1M t
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from wmtp_vllm.config import METHOD
@@ -36,12 +36,16 @@ class Reported:
     native_long: float
     windowed_long: float
     draft_share: float
+    windowed_al: float
+    """tokens a step at 1M"""
+    over_plain: float
+    """speed over no speculation at 1M, windowed"""
 
 
 REPORTED = (
-    Reported("qwen3.6-35b-a3b", 27, 3.4, 44.3, 26.4, 18.3, 9.1),
-    Reported("qwen3.5-122b-a10b", 24, 3.5, 30.2, 34.5, 26.5, 7.7),
-    Reported("nemotron-3-super-120b-a12b", 17, 3.2, 28.3, 33.1, 25.8, 11.1),
+    Reported("qwen3.6-35b-a3b", 27, 3.4, 44.3, 26.4, 18.3, 9.1, 4.74, 2.55),
+    Reported("qwen3.5-122b-a10b", 24, 3.5, 30.2, 34.5, 26.5, 7.7, 4.74, 1.75),
+    Reported("nemotron-3-super-120b-a12b", 17, 3.2, 28.3, 33.1, 25.8, 11.1, 3.61, 1.58),
 )
 
 
@@ -49,6 +53,7 @@ REPORTED = (
 class Predicted:
     """Steps in milliseconds."""
 
+    plain: float
     native: float
     windowed: float
 
@@ -62,7 +67,8 @@ def predicted(anatomy: Anatomy, context: int, constants: Constants) -> Predicted
     """The paper's set-up at `context` tokens: one B200, one sequence."""
     load = Workload(context, batch=1, k=K)
     plan = predict(anatomy, GPU, load, sink=SINK, weight_bits=WEIGHT_BITS, constants=constants)
-    return Predicted(1e3 * plan.native.seconds, 1e3 * plan.windowed.seconds)
+    steps = (plan.plain, plan.native, plan.windowed)
+    return Predicted(*(1e3 * step.seconds for step in steps))
 
 
 def anatomies() -> dict[str, Anatomy]:
@@ -115,38 +121,58 @@ def main() -> int:
     constants = fit(studied)
     print(
         f"fitted at 261K: attention efficiency {constants.attention_efficiency:.3f}, "
-        f"{1e6 * constants.layer_seconds:.1f} us a layer and pass\n"
+        f"{1e6 * constants.layer_seconds:.1f} us a layer and pass"
     )
-    print("| model | draft's share of KV: paper | planner | given back at 1M |")
-    print("| --- | --- | --- | --- |")
-    for reported in REPORTED:
+
+    def at(reported: Reported, context: int) -> Predicted:
+        return predicted(studied[reported.preset], context, constants)
+
+    def given_back(reported: Reported) -> float:
         memory = studied[reported.preset].memory
-        back = 100 * (1 - (memory.ring or memory.draft) / memory.draft)
-        print(
-            f"| {reported.preset} | {reported.draft_share}% | {100 * memory.tax:.1f}% | {back:.1f}% |"
-        )
-    print("\n| model | win at 261K: paper | fit | win at 1M: paper | predicted | error |")
-    print("| --- | --- | --- | --- | --- | --- |")
-    for reported in REPORTED:
-        short, long = (
-            predicted(studied[reported.preset], context, constants) for context in (SHORT, LONG)
-        )
-        print(
-            f"| {reported.preset} | +{reported.win_short}% | {short.win:+.1f}% | "
-            f"+{reported.win_long}% | {long.win:+.1f}% | {long.win - reported.win_long:+.1f} points |"
-        )
-    print("\n| model | saving at 261K, ms: paper | fit | step at 1M, ms: paper | predicted |")
-    print("| --- | --- | --- | --- | --- |")
-    for reported in REPORTED:
-        short, long = (
-            predicted(studied[reported.preset], context, constants) for context in (SHORT, LONG)
-        )
-        print(
-            f"| {reported.preset} | {reported.saving_short} | {short.native - short.windowed:.1f} | "
-            f"{reported.native_long} -> {reported.windowed_long} | "
-            f"{long.native:.1f} -> {long.windowed:.1f} |"
-        )
+        return 1 - (memory.ring or memory.draft) / memory.draft
+
+    _table(
+        ["draft's share of KV: paper", "planner", "given back at 1M"],
+        lambda r: [
+            f"{r.draft_share}%",
+            f"{100 * studied[r.preset].memory.tax:.1f}%",
+            f"{100 * given_back(r):.1f}%",
+        ],
+    )
+    _table(
+        ["win at 261K: paper", "fit", "win at 1M: paper", "predicted", "error, points"],
+        lambda r: [
+            f"+{r.win_short}%",
+            f"{at(r, SHORT).win:+.1f}%",
+            f"+{r.win_long}%",
+            f"{at(r, LONG).win:+.1f}%",
+            f"{at(r, LONG).win - r.win_long:+.1f}",
+        ],
+    )
+    _table(
+        ["saving at 261K, ms: paper", "fit", "steps at 1M, ms: paper", "predicted"],
+        lambda r: [
+            str(r.saving_short),
+            f"{at(r, SHORT).native - at(r, SHORT).windowed:.1f}",
+            f"{r.native_long} -> {r.windowed_long}",
+            f"{at(r, LONG).native:.1f} -> {at(r, LONG).windowed:.1f}",
+        ],
+    )
+    _table(
+        ["AL at 1M, measured", "over no speculation: paper", "predicted"],
+        lambda r: [
+            str(r.windowed_al),
+            f"{r.over_plain}x",
+            f"{at(r, LONG).plain * r.windowed_al / at(r, LONG).windowed:.2f}x",
+        ],
+    )
     return 0
+
+
+def _table(columns: list[str], row: Callable[[Reported], list[str]]) -> None:
+    lines = [["model", *columns], ["---"] * (len(columns) + 1)]
+    lines += [[reported.preset, *row(reported)] for reported in REPORTED]
+    print("\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines))
 
 
 if __name__ == "__main__":

@@ -117,7 +117,7 @@ def advice(plan: Plan, context: int, k: int, acceptance: float) -> list[str]:
     plain = plan.plain.seconds
     lines.append(
         f"At an acceptance of {acceptance:g} a draft (AL {lengths[k]:.2f} at K={k}) speed over no "
-        f"speculation: native {plain * lengths[k] / plan.native.seconds:.2f}x, windowed "
+        f"speculation, at best: native {plain * lengths[k] / plan.native.seconds:.2f}x, windowed "
         f"{plain * lengths[k] / plan.windowed.seconds:.2f}x; best K: native {plan.best_native}, "
         f"windowed {plan.best_windowed}."
     )
