@@ -35,11 +35,47 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """`--engine-arguments`."""
     parser.add_argument(
         "--engine-arguments",
-        type=json.loads,
+        type=json_object,
         default={},
         metavar="JSON",
         help="""further arguments of vLLM's LLM, such as '{"gpu_memory_utilization": 0.5}'""",
     )
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """An argparse type."""
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise ValueError("not an object")
+    return found
+
+
+def positive_int(text: str) -> int:
+    """An argparse type: at least 1."""
+    return int(_above_zero(int(text)))
+
+
+def natural(text: str) -> int:
+    """An argparse type: an integer of at least 0."""
+    return int(_above_zero(int(text) + 1)) - 1
+
+
+def positive(text: str) -> float:
+    """An argparse type: more than 0."""
+    return _above_zero(float(text))
+
+
+def share(text: str) -> float:
+    """An argparse type: more than 0, at most 1."""
+    if (value := _above_zero(float(text))) > 1:
+        raise ValueError(f"{value} is more than 1")
+    return value
+
+
+def _above_zero(value: float) -> float:
+    if not value > 0:
+        raise ValueError(f"{value} is not positive")
+    return value
 
 
 def progress(items: Sequence[T], title: Callable[[T], str]) -> Iterator[T]:

@@ -14,8 +14,12 @@ pytestmark = pytest.mark.unit
 NONE, NATIVE, WINDOWED = Arm("none"), Arm("mtp", 3), Arm(METHOD, 3, 512, 64)
 
 
-def measured(context: int, tpot: float, drafts: int = 0, accepted: int = 0) -> Measurement:
-    return Measurement(context, 65, 0.5, tpot, drafts, accepted, [])
+def measured(
+    context: int, tpot: float, drafts: int = 0, accepted: int = 0, draft_phase: float = 0.0
+) -> Measurement:
+    """An answer of as many tokens as its steps brought, and the prompt's one."""
+    generated = 1 + (drafts + accepted or 64)
+    return Measurement(context, generated, 0.5, tpot, drafts, accepted, [], draft_phase)
 
 
 @pytest.fixture
@@ -26,12 +30,19 @@ def results() -> report.Results:
         found.add(NONE, Run([measured(1000, tpot)], 100, 1 << 20, "CPU"))
         found.add(NATIVE, Run([measured(1000, tpot, 20, 40)], 80, 1 << 20, "CPU"))
         found.add(WINDOWED, Run([measured(1000, tpot / 2, 20, 20)], 95, 1 << 20, "CPU"))
-    found.add(NATIVE, Run([measured(8000, 0.030, 20, 40)], 80, 1 << 20, "CPU"))
-    found.add(WINDOWED, Run([measured(8000, 0.030, 20, 20)], 95, 1 << 20, "CPU"))
+    found.add(NATIVE, Run([measured(8000, 0.030, 20, 40, 0.050)], 80, 1 << 20, "CPU"))
+    found.add(WINDOWED, Run([measured(8000, 0.030, 20, 20, 0.010)], 95, 1 << 20, "CPU"))
     return found
 
 
-def test_step_cost_is_tpot_times_acceptance_length(results):
+def test_tokens_past_the_end_of_an_answer_do_not_lengthen_its_steps():
+    # 10 steps of 8 tokens each would be 80; the answer was cut at 75.
+    cut = Measurement(1000, 76, 0.5, 0.010, 10, 70, [])
+    assert cut.acceptance_length == 8
+    assert cut.step_cost == pytest.approx(0.075)
+
+
+def test_step_cost_is_tpot_times_tokens_a_step(results):
     cell = results.cell(NATIVE, 1000)
     assert cell is not None
     assert cell.acceptance_length == 3.0
@@ -55,6 +66,16 @@ def test_the_table_has_ratios_before_times(results):
     assert "0.67" in row  # 0.030 x 2 over 0.030 x 3
 
 
+def test_the_table_has_the_draft_phase_and_its_growth(results):
+    text = report.table(results)
+    (row,) = [row for row in text.splitlines() if row.lstrip().startswith("8,000  windowed")]
+    assert "0.20" in row
+    assert "10.0 ms" in row
+    results.add(WINDOWED, Run([measured(16_000, 0.03, 20, 20, 0.012)], 95, 0, "CPU"))
+    text = report.table(results)
+    assert f"draft phase of {WINDOWED.title}, relative: 1.00 at 8,000, 1.20 at 16,000" in text
+
+
 def test_raw_json_has_every_measurement_and_where_it_comes_from(results, tmp_path):
     document = json.loads(report.save(results, {"seed": 0}, tmp_path).read_text())
     assert sum(len(run["measurements"]) for run in document["runs"]) == 11
@@ -72,3 +93,11 @@ def test_every_depth_and_window_is_run_and_the_headline_at_all_contexts():
     everywhere = [arm for arm, is_headline in plan if is_headline]
     assert everywhere == [NONE, Arm("mtp", 7), Arm(METHOD, 7, 1024, 64)]
     assert len({arm for arm, _ in plan}) == len(plan) == 7
+
+
+def test_arms_that_differ_in_the_sink_alone_keep_lines_of_their_own(results, tmp_path):
+    without = Arm(METHOD, 3, 512, 0)
+    results.add(without, Run([measured(1000, 0.02, 20, 10)], 95, 1 << 20, "CPU"))
+    assert without.title != WINDOWED.title
+    files = plots.draw_all(results, tmp_path, middle=1000)
+    assert [file.name for file in files][:2] == ["step_cost.png", "win.png"]

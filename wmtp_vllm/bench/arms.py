@@ -38,7 +38,7 @@ class Arm:
         if self.method == "mtp":
             return f"native MTP, K={self.k}"
         full = ", full KV" if self.kv == "full" else ""
-        return f"windowed, K={self.k}, W={self.window}{full}"
+        return f"windowed, K={self.k}, W={self.window}, S={self.sink}{full}"
 
     @property
     def speculative_config(self) -> dict[str, Any] | None:
@@ -78,8 +78,12 @@ class Measurement:
 
     @property
     def step_cost(self) -> float:
-        """Seconds a step, by the paper's definition: TPOT x AL."""
-        return self.tpot * self.acceptance_length
+        """Seconds a step: TPOT x the tokens that a step brought.
+
+        The paper's TPOT x AL, but for the last step, whose tokens past `max_tokens` are counted as
+        accepted and never given out: in a short answer that alone is a tenth.
+        """
+        return self.tpot * (self.generated - 1) / self.drafts if self.drafts else self.tpot
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,8 @@ class Run:
     kv_capacity: int
     """tokens that vLLM reports to have room for"""
     peak_memory: int
-    """bytes: of the device where there is one, else of the process"""
+    """bytes: of the device where there is one, else of the process; 0 where workers are processes of
+    their own"""
     device: str
 
 
@@ -123,17 +128,16 @@ def _measure_all(request: dict[str, Any]) -> dict[str, Any]:
     import torch
     from vllm import LLM
 
-    llm = LLM(
-        **request["engine_arguments"],
-        speculative_config=Arm(**request["arm"]).speculative_config,
-        disable_log_stats=False,
-        enable_prefix_caching=False,
-    )
+    arguments = {"disable_log_stats": False, "enable_prefix_caching": False}
+    speculative_config = Arm(**request["arm"]).speculative_config
+    arguments |= request["engine_arguments"] | {"speculative_config": speculative_config}
+    llm = LLM(**arguments)
     prompts = [Prompt(**prompt) for prompt in request["prompts"]]
     max_tokens = request["max_tokens"]
     laps: list[Lap] = []
     # Several workers are processes of their own, into which nothing can be hung from here.
-    if request["arm"]["k"] and llm.llm_engine.vllm_config.parallel_config.world_size == 1:
+    is_here = llm.llm_engine.vllm_config.parallel_config.world_size == 1
+    if request["arm"]["k"] and is_here:
         [laps] = llm.collective_rpc(_time_drafting)
     # Warm-up: what is compiled, captured or allocated on first use, and nothing of a prompt's length.
     _measure(llm, min(prompts, key=lambda p: len(p.token_ids)), min(16, max_tokens), laps)
@@ -142,15 +146,19 @@ def _measure_all(request: dict[str, Any]) -> dict[str, Any]:
     return {
         "measurements": measurements,
         "kv_capacity": llm.llm_engine.vllm_config.cache_config.kv_cache_size_tokens,
-        "peak_memory": (
-            torch.cuda.max_memory_allocated()
-            if on_gpu
-            # In KiB but on macOS.
-            else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            * (1 if sys.platform == "darwin" else 1024)
-        ),
+        "peak_memory": _peak_memory() if is_here else 0,
         "device": torch.cuda.get_device_name() if on_gpu else "CPU",
     }
+
+
+def _peak_memory() -> int:
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    # In KiB but on macOS.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 Lap = Callable[[], float]
@@ -177,7 +185,12 @@ def _time_drafting(worker: Any) -> list[Lap]:
         start.record()
         drafts = propose(*args, **kwargs)
         end.record()
-        laps.append(lambda: start.elapsed_time(end) / 1000)
+
+        def lap() -> float:
+            end.synchronize()  # the answer can be there before the last call has run
+            return float(start.elapsed_time(end)) / 1000
+
+        laps.append(lap)
         return drafts
 
     setattr(owner, name, timed)

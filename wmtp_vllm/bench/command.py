@@ -11,7 +11,7 @@ from wmtp_vllm import child
 from wmtp_vllm.bench import plots, prompts, report, server, workloads
 from wmtp_vllm.bench.arms import Arm, Prompt, Run, run
 from wmtp_vllm.config import METHOD
-from wmtp_vllm.console import add_model_arguments, progress
+from wmtp_vllm.console import add_model_arguments, natural, positive_int, progress
 
 TINY_MODEL_ARGUMENTS = {
     "dtype": "auto",
@@ -20,6 +20,11 @@ TINY_MODEL_ARGUMENTS = {
     "max_num_batched_tokens": 2048,
 }
 QUICK = {"contexts": [1024, 4096, 16384], "depths": [1, 3, 7], "windows": [128, 512, 1024]}
+FULL = {
+    "contexts": [4096, 16384, 65536],
+    "depths": [1, 3, 5, 7],
+    "windows": [512, 1024, 2048, 4032],
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,9 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--base-url", metavar="URL", help="measure this running server only, such as http://host/v1"
     )
-    parser.add_argument("--tiny-layers", type=int, default=4, help="layers of the tiny dense model")
+    parser.add_argument(
+        "--tiny-layers", type=positive_int, default=4, help="layers of the tiny dense model"
+    )
     asked = parser.add_mutually_exclusive_group()
-    asked.add_argument("--contexts", type=int, nargs="+", metavar="N", help="prompt lengths")
+    asked.add_argument(
+        "--contexts", type=positive_int, nargs="+", metavar="N", help="prompt lengths"
+    )
     asked.add_argument(
         "--prompt-file",
         type=Path,
@@ -43,10 +52,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="""a dataset of vLLM's own benchmark, by its options: '--dataset-name sharegpt
         --dataset-path FILE --num-prompts 8'""",
     )
-    parser.add_argument("--depths", type=int, nargs="+", metavar="K", help="tokens drafted a step")
-    parser.add_argument("--windows", type=int, nargs="+", metavar="W", help="draft windows, tokens")
     parser.add_argument(
-        "--sinks", type=int, nargs="+", default=[64], metavar="S", help="default: 64"
+        "--depths", type=positive_int, nargs="+", metavar="K", help="tokens drafted a step"
+    )
+    parser.add_argument(
+        "--windows", type=positive_int, nargs="+", metavar="W", help="draft windows, tokens"
+    )
+    parser.add_argument(
+        "--sinks", type=natural, nargs="+", default=[64], metavar="S", help="default: 64"
     )
     parser.add_argument(
         "--task",
@@ -55,18 +68,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "for a tiny model)",
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--max-tokens", type=int, default=128, help="tokens to generate a prompt")
-    parser.add_argument("--rounds", type=int, default=3, help="times that every arm is run")
-    parser.add_argument("--quick", action="store_true", help="small sizes, one round")
+    parser.add_argument("--max-tokens", type=positive_int, help="tokens to generate a prompt (128)")
+    parser.add_argument("--rounds", type=positive_int, help="times that every arm is run (3)")
+    parser.add_argument(
+        "--quick", action="store_true", help="for what is not given, small sizes and one round"
+    )
     parser.add_argument("--out", type=Path, default=Path("wmtp-bench"), help="folder for results")
 
 
 def main(options: argparse.Namespace) -> int:
     """Run all arms, interleaved, and write table, JSON and plots."""
-    depths = options.depths or QUICK["depths"]
-    windows = sorted(options.windows or QUICK["windows"])
-    rounds = 1 if options.quick else options.rounds
-    max_tokens = min(options.max_tokens, 64) if options.quick else options.max_tokens
+    sizes = QUICK if options.quick else FULL
+    options.contexts = sorted(options.contexts or sizes["contexts"])
+    depths = options.depths or sizes["depths"]
+    windows = sorted(options.windows or sizes["windows"])
+    rounds = options.rounds or (1 if options.quick else 3)
+    max_tokens = options.max_tokens or (64 if options.quick else 128)
+    if max_tokens < 2:
+        sys.exit("wmtp bench: --max-tokens must be at least 2, for a time between tokens")
     options.out.mkdir(parents=True, exist_ok=True)
     if options.base_url:
         return _measure_server(options, rounds, max_tokens)
@@ -86,10 +105,10 @@ def main(options: argparse.Namespace) -> int:
                 results.add(arm, run(arm, arguments, asked, max_tokens))
             except child.ChildFailed as failed:
                 sys.exit(f"{failed}\nwmtp bench: {arm.title} failed; its log is above.")
-    print(report.table(results))
     settings = {**vars(options), "engine_arguments": arguments, "contexts": contexts}
     settings |= {"depths": depths, "windows": windows, "rounds": rounds, "max_tokens": max_tokens}
-    print(f"\nraw: {report.save(results, settings, options.out)}")
+    saved = report.save(results, settings, options.out)
+    print(f"{report.table(results)}\n\nraw: {saved}")
     try:
         for file in plots.draw_all(results, options.out, middle):
             print(f"plot: {file}")
@@ -155,7 +174,7 @@ def _prompts(
         else:
             is_tiny = not (options.model or options.base_url)
             task = options.task or ("variable_tracking" if is_tiny else "niah_multiquery")
-            contexts = [n for n in sorted(options.contexts or QUICK["contexts"]) if n <= most]
+            contexts = [n for n in options.contexts if n <= most]
             found = prompts.generated(model, task, contexts, options.seed + seed)
     except (OSError, ValueError) as error:
         sys.exit(f"wmtp bench: {error}")
@@ -166,13 +185,24 @@ def _prompts(
 
 
 def _measure_server(options: argparse.Namespace, rounds: int, max_tokens: int) -> int:
-    """One arm, what the server does; a prompt is asked for once a round, so that none is cached."""
-    model, max_model_len = server.served_model(options.base_url)
+    """One arm, what the server does."""
+    from openai import OpenAIError
+
+    fixed = ("depths", "windows", "engine_arguments")
+    if given := [name for name in fixed if getattr(options, name)]:
+        sys.exit(
+            f"wmtp bench: --base-url measures the server as it is; --{given[0].replace('_', '-')} "
+            "is for engines that are started here."
+        )
+    try:
+        model, max_model_len = server.served_model(options.base_url)
+    except OpenAIError as error:
+        sys.exit(f"wmtp bench: no server answers at {options.base_url}: {error}")
     arm, results = Arm("server"), report.Results()
     for number in progress(range(rounds), lambda number: f"round {number + 1}/{rounds}"):
         asked = _prompts(options, model, max_model_len - max_tokens, seed=number)
         found = server.measure(options.base_url, asked, max_tokens)
         results.add(arm, Run(found, kv_capacity=0, peak_memory=0, device="server"))
-    print(report.table(results))
-    print(f"\nraw: {report.save(results, vars(options), options.out)}")
+    saved = report.save(results, vars(options), options.out)
+    print(f"{report.table(results)}\n\nraw: {saved}")
     return 0

@@ -77,7 +77,7 @@ def _by_depth(results: Results, middle: int, of: str) -> Lines:
         cell = results.cell(arm, middle)
         is_headline = (arm.window, arm.sink, arm.kv) == (widest, sink, "ring")
         if cell and arm.k and (arm.method == "mtp" or is_headline):
-            title = "native MTP" if arm.method == "mtp" else f"windowed, W={widest}"
+            title = "native MTP" if arm.method == "mtp" else f"windowed, W={widest}, S={sink}"
             y = cell.acceptance_length if of == "AL" else 1000 * cell.tpot
             lines.setdefault(title, []).append((arm.k, y))
     return lines

@@ -126,14 +126,14 @@ def table(results: Results) -> str:
     for arm, (run, *_) in results.runs.items():
         if run.kv_capacity:
             lines.append(
-                f"{arm.title}: KV cache {run.kv_capacity:,} tokens, peak memory "
-                f"{run.peak_memory / 2**20:,.0f} MiB"
+                f"{arm.title}: KV cache {run.kv_capacity:,} tokens"
+                + (f", peak memory {run.peak_memory / 2**20:,.0f} MiB" if run.peak_memory else "")
             )
     lines += _growth(results)
     lines += [
         "",
-        "step = TPOT x AL, the time of a step; below 1.00 the arm's is cheaper. AL: tokens a step.",
-        f"Medians; times are of {provenance()['device_note']}.",
+        "step = TPOT x tokens a step; below 1.00 the arm's is cheaper. AL: tokens a step, as accepted.",
+        f"Medians; times are of {_devices(results)}.",
     ]
     return "\n".join(lines)
 
@@ -163,8 +163,17 @@ def provenance() -> dict[str, Any]:
         "packages": packages,
         "machine": platform.machine(),
         "processor": _processor(),
-        "device_note": f"this machine ({_processor()})",
     }
+
+
+def _devices(results: Results) -> str:
+    """What was measured on, in words."""
+    devices = {run.device for runs in results.runs.values() for run in runs}
+    here = {
+        "CPU": f"this machine's CPU ({_processor()})",
+        "server": "the server, as seen from here",
+    }
+    return ", ".join(sorted(here.get(device, device) for device in devices))
 
 
 def _processor() -> str:

@@ -2,6 +2,7 @@
 
 import time
 import urllib.request
+import uuid
 from typing import Any
 
 from wmtp_vllm.bench.arms import Measurement, Prompt
@@ -49,7 +50,8 @@ def _measure(
         temperature=0,
         stream=True,
         stream_options={"include_usage": True},
-        extra_body={"ignore_eos": True},
+        # A salt of its own, so that no earlier answer leaves a prefix to hit.
+        extra_body={"ignore_eos": True, "cache_salt": uuid.uuid4().hex},
     )
     first = last = started
     generated = 0

@@ -25,7 +25,9 @@ class Memory:
         target: KV of the target's attention, for the sequences asked for.
         states: their recurrent states.
         draft: KV of native MTP's draft.
-        ring: KV of the windowed draft; None where windowed MTP is refused.
+        ring: KV that the windowed draft holds for them; None where windowed MTP is refused.
+        ring_pool: all that the ring pool takes: rings of `max_num_seqs` requests, their tokens in
+            flight, and rings kept for later turns; None also where it does not fit.
         native_capacity: tokens that the KV cache has room for with native MTP; None where not even one
             sequence fits.
         windowed_capacity: with windowed MTP; None also where it is refused.
@@ -38,6 +40,7 @@ class Memory:
     states: float
     draft: float
     ring: float | None
+    ring_pool: float | None
     native_capacity: int | None
     windowed_capacity: int | None
 
@@ -99,7 +102,8 @@ def study(questions: Sequence[Question]) -> list[Anatomy]:
     """Build each model and plan its KV.
 
     Raises:
-        ChildFailed: vLLM does not know a model, or refuses the arguments.
+        ValueError: vLLM does not know a model or its MTP head, or refuses the arguments.
+        ChildFailed: anything else went wrong; the message is the log.
 
     """
     found = child.call(
@@ -117,7 +121,13 @@ def study(questions: Sequence[Question]) -> list[Anatomy]:
             }
         )
         for values in found
+        if not _refuse(values)
     ]
+
+
+def _refuse(values: dict[str, Any]) -> None:
+    if "error" in values:
+        raise ValueError(values["error"])
 
 
 def _part(values: dict[str, Any]) -> Part:

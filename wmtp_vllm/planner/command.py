@@ -8,12 +8,26 @@ from typing import Any
 
 from wmtp_vllm import child
 from wmtp_vllm.config import METHOD, WindowedMTPConfig
-from wmtp_vllm.console import add_engine_arguments
+from wmtp_vllm.console import add_engine_arguments, natural, positive, positive_int, share
 from wmtp_vllm.planner import models
 from wmtp_vllm.planner.anatomy import Question, study
-from wmtp_vllm.planner.hardware import GPUS
+from wmtp_vllm.planner.hardware import GPU, GPUS
 from wmtp_vllm.planner.prediction import BATCHES, Plan, advice, predict
 from wmtp_vllm.planner.roofline import Constants, Part, Workload
+
+GIB = 2**30
+OWN_ARGUMENTS = {
+    "model": "it is the first argument",
+    "max_model_len": "give --context",
+    "max_num_seqs": "give --max-num-seqs",
+    "tensor_parallel_size": "give --gpus",
+    "kv_cache_dtype": "give --kv-cache-dtype",
+    "speculative_config": "give --k, --window and --sink",
+    "pipeline_parallel_size": "pipelines are not planned",
+    "data_parallel_size": "plan one rank",
+    "enable_expert_parallel": "experts are planned as tensor parallel",
+}
+"""Engine arguments that mean something else here."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,26 +37,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"a folder, a config.json, a name on the hub, or one of {', '.join(models.presets())}",
     )
     parser.add_argument("--gpu", choices=tuple(GPUS), default="H200", help="default: H200")
-    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="tensor parallel size")
-    parser.add_argument("--bandwidth", type=float, metavar="TB/s", help="in place of the GPU's")
-    parser.add_argument("--memory", type=float, metavar="GB", help="in place of the GPU's")
-    parser.add_argument("--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE")
     parser.add_argument(
-        "--reserve", type=float, default=6, metavar="GB", help="for activations and graphs (6)"
+        "--gpus", type=positive_int, default=1, metavar="N", help="tensor parallel size"
+    )
+    parser.add_argument("--bandwidth", type=positive, metavar="TB/S", help="in place of the GPU's")
+    parser.add_argument("--memory", type=positive, metavar="GIB", help="in place of the GPU's")
+    parser.add_argument("--gpu-memory-utilization", type=share, default=0.9, metavar="SHARE")
+    parser.add_argument(
+        "--reserve", type=positive, default=6, metavar="GIB", help="for activations and graphs (6)"
     )
     parser.add_argument(
-        "--kv-cache-memory", type=float, metavar="GB", help="of each GPU; default: what is left"
+        "--kv-cache-memory", type=positive, metavar="GIB", help="of each GPU; default: what is left"
     )
-    parser.add_argument("--context", type=int, default=131_072, metavar="N", help="tokens")
-    parser.add_argument("--batch", type=int, default=1, metavar="N", help="sequences at once")
-    parser.add_argument("--k", type=int, default=7, help="tokens drafted a step")
-    parser.add_argument("--window", type=int, default=default.draft_window_size, metavar="W")
-    parser.add_argument("--sink", type=int, default=default.draft_sink_size, metavar="S")
+    parser.add_argument(
+        "--context", type=positive_int, default=131_072, metavar="N", help="tokens (131,072)"
+    )
+    parser.add_argument(
+        "--batch", type=positive_int, default=1, metavar="N", help="sequences at once (1)"
+    )
+    parser.add_argument(
+        "--max-num-seqs",
+        type=positive_int,
+        metavar="N",
+        help="as vLLM's, which sizes the ring pool; default: the batch",
+    )
+    parser.add_argument("--k", type=positive_int, default=7, help="tokens drafted a step (7)")
+    parser.add_argument(
+        "--window", type=positive_int, default=default.draft_window_size, metavar="W"
+    )
+    parser.add_argument("--sink", type=natural, default=default.draft_sink_size, metavar="S")
     parser.add_argument("--kv-cache-dtype", default="auto", help="as vLLM's")
-    parser.add_argument("--weight-bits", type=float, help="bits a weight; default: by the config")
+    parser.add_argument(
+        "--weight-bits", type=positive, help="bits a weight; default: by the config"
+    )
     parser.add_argument(
         "--acceptance",
-        type=float,
+        type=share,
         default=0.8,
         metavar="RATE",
         help="chance that a draft is accepted once those before it were (0.8), for the best depth",
@@ -50,14 +80,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     constants = Constants()
     parser.add_argument(
         "--attention-efficiency",
-        type=float,
+        type=share,
         default=constants.attention_efficiency,
         metavar="SHARE",
         help="share of peak rates that attention reaches at batch 1 (%(default)s)",
     )
     parser.add_argument(
         "--layer-us",
-        type=float,
+        type=positive,
         default=constants.layer_seconds * 1e6,
         metavar="US",
         help="fixed microseconds a layer and pass (%(default)s)",
@@ -68,60 +98,65 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Study the model, predict, and print."""
-    try:
-        model = models.find(options.model)
-    except ValueError as error:
-        sys.exit(f"wmtp plan: {error}")
     gpu = GPUS[options.gpu]
     if options.bandwidth:
         gpu = replace(gpu, bandwidth=options.bandwidth * 1e12)
     if options.memory:
-        gpu = replace(gpu, memory=options.memory * 1e9)
-    weight_bits = options.weight_bits or model.weight_bits
-    kv = options.kv_cache_memory
+        gpu = replace(gpu, memory=options.memory * GIB)
+    if taken := OWN_ARGUMENTS.keys() & options.engine_arguments.keys():
+        key = min(taken)
+        sys.exit(f"wmtp plan: {key} is not for --engine-arguments: {OWN_ARGUMENTS[key]}.")
     try:
-        [anatomy] = study(
-            [
-                Question(
-                    model.config,
-                    {
-                        "max_model_len": options.context,
-                        "max_num_seqs": options.batch,
-                        "tensor_parallel_size": options.gpus,
-                        "kv_cache_dtype": options.kv_cache_dtype,
-                    }
-                    | options.engine_arguments,
-                    {
-                        "method": METHOD,
-                        "num_speculative_tokens": options.k,
-                        "draft_window_size": options.window,
-                        "draft_sink_size": options.sink,
-                    },
-                    options.batch,
-                    weight_bits,
-                    gpu.memory * options.gpu_memory_utilization - options.reserve * 1e9,
-                    None if kv is None else kv * 1e9,
-                )
-            ]
-        )
+        model = models.find(options.model)
+        weight_bits = options.weight_bits or model.weight_bits
+        [anatomy] = study([_question(options, model, gpu, weight_bits)])
+    except ValueError as error:
+        sys.exit(f"wmtp plan: {error}")
     except child.ChildFailed as failed:
-        sys.exit(f"{failed}\nwmtp plan: vLLM cannot make this model from its configuration.")
-    load = Workload(options.context, options.batch, options.k)
-    constants = Constants(options.attention_efficiency, options.layer_us / 1e6)
+        sys.exit(f"{failed}\nwmtp plan: vLLM failed on this model; its log is above.")
     plan = predict(
         anatomy,
         gpu,
-        load,
+        Workload(options.context, options.batch, options.k),
         sink=options.sink,
         weight_bits=weight_bits,
         acceptance=options.acceptance,
-        constants=constants,
+        constants=Constants(options.attention_efficiency, options.layer_us / 1e6),
     )
     if options.json:
         print(json.dumps(_as_json(plan, vars(options), weight_bits), indent=1, default=str))
     else:
         print("\n".join(_report(plan, options, weight_bits)))
     return 0
+
+
+def _question(
+    options: argparse.Namespace, model: models.Model, gpu: GPU, weight_bits: float
+) -> Question:
+    engine_arguments = {
+        "max_model_len": options.context,
+        "max_num_seqs": options.max_num_seqs or options.batch,
+        "tensor_parallel_size": options.gpus,
+        "kv_cache_dtype": options.kv_cache_dtype,
+        # As on a GPU, wherever the plan is made.
+        "max_num_batched_tokens": 8192,
+        "async_scheduling": True,
+    }
+    kv = options.kv_cache_memory
+    return Question(
+        model.config,
+        engine_arguments | options.engine_arguments,
+        {
+            "method": METHOD,
+            "num_speculative_tokens": options.k,
+            "draft_window_size": options.window,
+            "draft_sink_size": options.sink,
+        },
+        options.batch,
+        weight_bits,
+        gpu.memory * options.gpu_memory_utilization - options.reserve * GIB,
+        None if kv is None else kv * GIB,
+    )
 
 
 def _as_json(plan: Plan, options: dict[str, Any], weight_bits: float) -> dict[str, Any]:
@@ -143,7 +178,7 @@ def _as_json(plan: Plan, options: dict[str, Any], weight_bits: float) -> dict[st
         "wins": plan.wins,
         "best_depth": {"native": plan.best_native, "windowed": plan.best_windowed},
         "best_window": plan.best_window,
-        "advice": advice(plan, options["context"], options["k"], options["acceptance"]),
+        "advice": advice(plan),
     }
 
 
@@ -166,22 +201,31 @@ def _report(plan: Plan, options: argparse.Namespace, weight_bits: float) -> list
         f"{100 * memory.tax:.1f}% of all attention KV"
     )
     if memory.ring is not None:
-        back = 100 * (1 - memory.ring / memory.draft) if memory.draft else 0
-        lines.append(
-            f"  windowed draft's {_size(memory.ring):>10}   {back:.1f}% of that given back"
-        )
+        line = f"  windowed draft's {_size(memory.ring):>10}   its rings"
+        if memory.ring_pool is not None:
+            seqs = options.max_num_seqs or options.batch
+            line += f", in a pool of {_size(memory.ring_pool)} for max_num_seqs={seqs}"
+        lines.append(line)
     lines.append(f"  room for {_capacity(memory.native_capacity, memory.windowed_capacity)}")
     lines += ["", "A step, predicted (ms)  plain   native  windowed"]
     for name in ("weights", "states", "target_attention", "draft_attention", "fixed", "seconds"):
         row = (1e3 * getattr(step, name) for step in (plan.plain, plan.native, plan.windowed))
         title = "all" if name == "seconds" else name.replace("_", " ")
         lines.append(f"  {title:20}" + "".join(f"{value:9.2f}" for value in row))
-    lines += ["", "Win (%) by context     " + "".join(f"{f'batch {b}':>9}" for b in BATCHES)]
+    lines += ["", "Win (%), where it fits " + "".join(f"{f'batch {b}':>9}" for b in BATCHES)]
     for context, wins in plan.wins.items():
-        row = "".join(f"{100 * wins[batch]:9.1f}" for batch in BATCHES)
+        row = "".join(
+            f"{100 * wins[b]:9.1f}" if _fits(plan, context, b) else f"{'-':>9}" for b in BATCHES
+        )
         lines.append(f"  {context:>9,} tokens    {row}")
-    lines += ["", *advice(plan, options.context, options.k, options.acceptance)]
+    lines += ["", *advice(plan)]
     return lines
+
+
+def _fits(plan: Plan, context: int, batch: int) -> bool:
+    memory = plan.anatomy.memory
+    room = max(memory.native_capacity or 0, memory.windowed_capacity or 0)
+    return context * batch <= room
 
 
 def _layers(part: Part) -> str:
@@ -207,4 +251,4 @@ def _capacity(native: int | None, windowed: int | None) -> str:
 
 
 def _size(size: float) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+    return f"{size / GIB:.2f} GiB" if size >= GIB else f"{size / 2**20:.1f} MiB"

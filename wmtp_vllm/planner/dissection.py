@@ -10,7 +10,7 @@ import contextlib
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, replace
 from math import prod
 from pathlib import Path
@@ -18,21 +18,20 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from pydantic import ValidationError
+
 from wmtp_vllm import child, seams
 from wmtp_vllm.planner.anatomy import Memory, Question
+from wmtp_vllm.planner.models import quantization_of
 from wmtp_vllm.planner.roofline import HEAD_BITS, Attention, Experts, Part
 
 
 def _study(question: Question) -> dict[str, Any]:
     from wmtp_vllm import proposers
-    from wmtp_vllm.kv_manager.spec import RingSpec
+    from wmtp_vllm.kv_manager.planning import only_rings
 
     with tempfile.TemporaryDirectory(prefix="wmtp-plan-") as scratch:
-        # Only how it is stored; the bits a weight are asked for, and many a build cannot make the
-        # quantized layers of all formats.
-        config = {k: v for k, v in question.config.items() if k != "quantization_config"}
-        Path(scratch, "config.json").write_text(json.dumps(config))
-        arguments = question.engine_arguments | {"model": scratch}
+        arguments = _engine_arguments(question, Path(scratch))
         vllm_config, refusal = _engine_config(arguments, question.speculative_config)
         target, draft, draft_layers = _build(vllm_config)
     try:
@@ -40,19 +39,26 @@ def _study(question: Question) -> dict[str, Any]:
     except ValueError as error:
         refusal = str(error)
     specs = seams.original("get_kv_cache_spec")(vllm_config)
-    native = {n: s.native if isinstance(s, RingSpec) else s for n, s in specs.items()}
+    rings = only_rings(specs)
+    native = {n: rings[n].native if n in rings else s for n, s in specs.items()}
     target_layers = [name for name in native if name not in draft_layers]
-    ring = next((s for s in specs.values() if isinstance(s, RingSpec)), None)
 
     target_part = _take_apart(vllm_config, target, native, target_layers)
-    draft_part = _take_apart(vllm_config, draft, native, draft_layers)
     # The draft's embeddings and output head are the target's.
-    shared = _embeddings(target) + target_part.head_params
+    draft_part = _take_apart(vllm_config, draft, native, draft_layers)
     draft_part = replace(draft_part, head_params=target_part.head_params)
-    stored = sum(_stored(part) for part in (target_part, draft_part))
+    shared = _numel(_vocabulary(target))
+    stored = _numel(target.parameters()) - shared
+    stored += _numel(draft.parameters()) - _numel(_vocabulary(draft))
     weights = stored * question.weight_bits / 8 + shared * HEAD_BITS / 8
     kv_bytes = question.kv_bytes
     kv_bytes = question.gpu_bytes - weights if kv_bytes is None else kv_bytes
+
+    native_plan, _ = _plan(vllm_config, native, kv_bytes)
+    windowed_plan, problem = _plan(vllm_config, specs, kv_bytes) if rings else (None, "")
+    if native_plan and not windowed_plan:
+        refusal = refusal or problem
+    max_model_len = vllm_config.model_config.max_model_len
 
     def usage(names: Collection[str]) -> float:
         each = (native[n].max_memory_usage_bytes(vllm_config) for n in names)
@@ -65,9 +71,19 @@ def _study(question: Question) -> dict[str, Any]:
         target=usage([n for n in target_layers if n not in states]),
         states=usage(states),
         draft=usage(draft_layers),
-        ring=question.batch * _ring_bytes(vllm_config, specs) if ring else None,
-        native_capacity=_capacity(vllm_config, native, kv_bytes),
-        windowed_capacity=_capacity(vllm_config, specs, kv_bytes) if ring else None,
+        ring=(
+            question.batch
+            * sum(
+                ring.draft_window.ring_budget(ring.num_speculative_tokens, max_model_len)
+                * ring.page_size_bytes
+                for ring in rings.values()
+            )
+            if rings
+            else None
+        ),
+        ring_pool=_ring_pool(windowed_plan) if windowed_plan else None,
+        native_capacity=_capacity(vllm_config, native_plan),
+        windowed_capacity=_capacity(vllm_config, windowed_plan),
     )
     asked = question.speculative_config
     reads = asked["draft_window_size"] + asked["draft_sink_size"]
@@ -76,10 +92,34 @@ def _study(question: Question) -> dict[str, Any]:
         "params": (stored + shared) * vllm_config.parallel_config.tensor_parallel_size,
         "target": asdict(target_part),
         "draft": asdict(draft_part),
-        "draft_reads": ring.draft_window.max_compact_length(1) if ring else reads,
+        "draft_reads": max(
+            (ring.draft_window.max_compact_length(1) for ring in rings.values()), default=reads
+        ),
         "memory": asdict(memory),
         "refusal": refusal,
     }
+
+
+def _engine_arguments(question: Question, scratch: Path) -> dict[str, Any]:
+    """Arguments for a model of which there is nothing but a `config.json`, in `scratch`."""
+    config = dict(question.config)
+    arguments = {"load_format": "dummy", "skip_tokenizer_init": True} | question.engine_arguments
+    # How weights are stored changes no layer, and many a build cannot make those of all formats. But
+    # a checkpoint can also say how its KV is to be quantized.
+    quantization = quantization_of(config)
+    if quantization and arguments.get("kv_cache_dtype", "auto") == "auto":
+        model_config = SimpleNamespace(hf_config=SimpleNamespace(quantization_config=quantization))
+        resolve = seams.original("resolve_kv_cache_dtype_string")
+        arguments["kv_cache_dtype"] = resolve("auto", model_config)
+    config.pop("quantization_config", None)
+    if "text_config" in config:
+        text_config = config["text_config"].items()
+        config["text_config"] = {k: v for k, v in text_config if k != "quantization_config"}
+    (scratch / "config.json").write_text(json.dumps(config))
+    if arguments.get("tensor_parallel_size", 1) > 1:
+        # Else vLLM counts this machine's GPUs, to choose one.
+        arguments["distributed_executor_backend"] = "mp"
+    return arguments | {"model": str(scratch)}
 
 
 def _engine_config(
@@ -88,15 +128,17 @@ def _engine_config(
     """The engine's configuration, and why it is native MTP's where windowed MTP is refused."""
     from vllm.engine.arg_utils import EngineArgs
 
-    arguments = {"load_format": "dummy", "skip_tokenizer_init": True} | arguments
-    k = speculative_config["num_speculative_tokens"]
     try:
         args = EngineArgs(**arguments, speculative_config=speculative_config)
         config, refusal = args.create_engine_config(), ""
     except ValueError as error:
+        k = speculative_config["num_speculative_tokens"]
         native = {"method": "mtp", "num_speculative_tokens": k}
         args = EngineArgs(**arguments, speculative_config=native)
-        config, refusal = args.create_engine_config(), str(error)
+        try:
+            config, refusal = args.create_engine_config(), str(error)
+        except (ValueError, NotImplementedError, ZeroDivisionError):
+            raise error from None  # not windowed MTP's alone, and its message is the better one
     if config.cache_config.kv_cache_layout is None:
         # The engine asks its workers; all layouts have the same bytes.
         config.cache_config.kv_cache_layout = "LBNHC"
@@ -166,13 +208,14 @@ def _take_apart(
         if hasattr(module, "top_k") and hasattr(module, "global_num_experts"):
             weights = sum(p.numel() for p in module.parameters())
             experts[module.global_num_experts, module.top_k] += weights
-    head = _head(model)
-    params = sum(p.numel() for p in model.parameters()) - sum(experts.values())
-    params -= _embeddings(model) + head
+    model = _language_model(model)
+    vocabulary = _vocabulary(model)
+    head = _numel(w for w in vocabulary if w is not _embedding(model)) or _numel(vocabulary)
+    dense = _numel(model.parameters()) - _numel(vocabulary) - sum(experts.values())
     return Part(
         layers=_num_layers(model) or len(names),
-        dense_params=params,
-        head_params=head or _embeddings(model),
+        dense_params=dense,
+        head_params=head,
         experts=tuple(Experts(n, k, weights) for (n, k), weights in experts.items()),
         attention=tuple(replace(kind, layers=count) for kind, count in attention.items()),
         state_bytes=sum(
@@ -200,10 +243,6 @@ def _attention(vllm_config: Any, name: str, spec: Any) -> Attention:
     )
 
 
-def _stored(part: Part) -> int:
-    return part.dense_params + sum(e.params for e in part.experts)
-
-
 def _num_layers(model: Any) -> int:
     """Entries of its longest list of modules."""
     from torch.nn import ModuleList
@@ -211,23 +250,32 @@ def _num_layers(model: Any) -> int:
     return max((len(m) for m in model.modules() if isinstance(m, ModuleList)), default=0)
 
 
-def _head(model: Any) -> int:
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+def _language_model(model: Any) -> Any:
+    """Without what only images and the like pass through."""
+    found = getattr(model, "get_language_model", None)
+    return found() if found else model
 
-    return sum(m.weight.numel() for m in model.modules() if isinstance(m, ParallelLMHead))
+
+def _vocabulary(model: Any) -> list[Any]:
+    """Weights of embeddings and output head; one where they are tied."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    modules = (m for m in model.modules() if isinstance(m, VocabParallelEmbedding))
+    return list({id(m.weight): m.weight for m in modules}.values())
 
 
-def _embeddings(model: Any) -> int:
+def _embedding(model: Any) -> Any:
     from vllm.model_executor.layers.vocab_parallel_embedding import (
         ParallelLMHead,
         VocabParallelEmbedding,
     )
 
-    return sum(
-        m.weight.numel()
-        for m in model.modules()
-        if isinstance(m, VocabParallelEmbedding) and not isinstance(m, ParallelLMHead)
-    )
+    modules = (m for m in model.modules() if isinstance(m, VocabParallelEmbedding))
+    return next((m.weight for m in modules if not isinstance(m, ParallelLMHead)), None)
+
+
+def _numel(weights: Iterable[Any]) -> int:
+    return sum(weight.numel() for weight in weights)
 
 
 def _is_state(spec: Any) -> bool:
@@ -236,21 +284,8 @@ def _is_state(spec: Any) -> bool:
     return isinstance(spec, MambaSpec)
 
 
-def _ring_bytes(vllm_config: Any, specs: dict[str, Any]) -> float:
-    from wmtp_vllm.kv_manager.planning import only_rings
-
-    max_model_len = vllm_config.model_config.max_model_len
-    return float(
-        sum(
-            spec.draft_window.ring_budget(spec.num_speculative_tokens, max_model_len)
-            * spec.page_size_bytes
-            for spec in only_rings(specs).values()
-        )
-    )
-
-
-def _capacity(vllm_config: Any, specs: dict[str, Any], kv_bytes: float) -> int | None:
-    """Tokens that the plan has room for, or None where not one sequence fits."""
+def _plan(vllm_config: Any, specs: dict[str, Any], kv_bytes: float) -> tuple[Any, str]:
+    """The KV cache config of one worker; or None, and why not one sequence fits."""
     from vllm.v1.engine import core
 
     arguments: list[Any] = [vllm_config, [specs], [int(kv_bytes)]]
@@ -258,14 +293,43 @@ def _capacity(vllm_config: Any, specs: dict[str, Any], kv_bytes: float) -> int |
         arguments.append(core.get_global_kv_cache_groups(vllm_config, [specs]))
     try:
         [plan] = core.get_kv_cache_configs(*arguments)
-    except ValueError:
-        return None
-    return int(seams.original("get_kv_cache_capacity")(vllm_config, plan)[0])
+    except ValueError as error:
+        return None, str(error)
+    return plan, ""
+
+
+def _capacity(vllm_config: Any, plan: Any) -> int | None:
+    """Tokens that the plan has room for."""
+    return int(seams.original("get_kv_cache_capacity")(vllm_config, plan)[0]) if plan else None
+
+
+def _ring_pool(plan: Any) -> float:
+    """Bytes of the ring's tensors."""
+    from wmtp_vllm.kv_manager.spec import RingSpec
+
+    return float(
+        sum(
+            group.kv_cache_spec.pool_blocks
+            * group.kv_cache_spec.page_size_bytes
+            * len(group.layer_names)
+            for group in plan.kv_cache_groups
+            if isinstance(group.kv_cache_spec, RingSpec)
+        )
+    )
 
 
 def _study_each(request: dict[str, Any]) -> list[dict[str, Any]]:
     seams.apply()
-    return [_study(Question(**values)) for values in request["questions"]]
+    return [_answer(Question(**values)) for values in request["questions"]]
+
+
+def _answer(question: Question) -> dict[str, Any]:
+    try:
+        return _study(question)
+    except ValidationError as error:  # pydantic's own text names its classes and addresses
+        return {"error": "; ".join(problem["msg"] for problem in error.errors())}
+    except (ValueError, NotImplementedError, RuntimeError, AssertionError) as error:
+        return {"error": str(error) or repr(error)}
 
 
 if __name__ == "__main__":

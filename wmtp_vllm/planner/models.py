@@ -17,15 +17,35 @@ class Model:
     Args:
         name: as the user gave it.
         config: its config.json.
-        weight_bits: bits a weight, by its quantization_config.
         source: where a preset's figures are from.
 
     """
 
     name: str
     config: dict[str, Any]
-    weight_bits: float
     source: str = ""
+
+    @property
+    def weight_bits(self) -> float:
+        """Bits a weight, as far as the config says.
+
+        Raises:
+            ValueError: its quantization is not known.
+
+        """
+        quantization = quantization_of(self.config)
+        if not quantization:
+            return 16
+        method = str(quantization.get("quant_method", "")).lower()
+        if "nvfp4" in json.dumps(quantization).lower():
+            return 4.5
+        width = quantization.get("bits") or quantization.get("w_bit") or BITS.get(method)
+        if not width:
+            raise ValueError(
+                f"the config's quantization_config has quant_method {method!r}, whose bits a weight "
+                "are not known here. Give --weight-bits."
+            )
+        return float(width)
 
 
 def presets() -> list[str]:
@@ -44,7 +64,7 @@ def find(name: str) -> Model:
     if name in presets():
         text = files(__package__).joinpath("presets", f"{name}.json").read_text()
         preset = json.loads(text)
-        return Model(name, preset["config"], 16, preset["source"])
+        return Model(name, preset["config"], preset["source"])
     path = Path(name)
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
@@ -55,24 +75,13 @@ def find(name: str) -> Model:
         config = json.loads(file.read_text())
     except ValueError as error:
         raise ValueError(f"{file} is not JSON: {error}") from error
-    return Model(name, config, weight_bits(config))
+    return Model(name, config)
 
 
-def weight_bits(config: dict[str, Any]) -> float:
-    """Bits a weight, as far as a config.json says."""
-    quantization = config.get("quantization_config") or {}
-    if not quantization:
-        return 16
-    method = str(quantization.get("quant_method", "")).lower()
-    if "nvfp4" in json.dumps(quantization).lower():
-        return 4.5
-    width = quantization.get("bits") or quantization.get("w_bit") or BITS.get(method)
-    if not width:
-        raise ValueError(
-            f"the config's quantization_config has quant_method {method!r}, whose bits a weight are not "
-            "known here. Give --weight-bits."
-        )
-    return float(width)
+def quantization_of(config: dict[str, Any]) -> dict[str, Any] | None:
+    """The `quantization_config` of a config.json, which may be that of its text model."""
+    text_config = config.get("text_config") or {}
+    return config.get("quantization_config") or text_config.get("quantization_config")
 
 
 def _nothing_local() -> str:

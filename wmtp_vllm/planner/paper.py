@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from wmtp_vllm.config import METHOD
-from wmtp_vllm.planner import models
+from wmtp_vllm.planner import hardware, models
 from wmtp_vllm.planner.anatomy import Anatomy, Question, study
-from wmtp_vllm.planner.hardware import GPUS
 from wmtp_vllm.planner.prediction import predict
 from wmtp_vllm.planner.roofline import Constants, Workload
 
-GPU = GPUS["B200"]
+GPU = hardware.GPUS["B200"]
 WINDOW, SINK, WEIGHT_BITS = 4032, 64, 4.5
 K = 6
 """Drafted tokens: the paper's depth d = 7 counts the verified token too (6 draft passes)."""
@@ -63,10 +62,12 @@ class Predicted:
         return 100 * (self.native / self.windowed - 1)
 
 
-def predicted(anatomy: Anatomy, context: int, constants: Constants) -> Predicted:
+def predicted(
+    anatomy: Anatomy, context: int, constants: Constants, gpu: hardware.GPU = GPU
+) -> Predicted:
     """The paper's set-up at `context` tokens: one B200, one sequence."""
     load = Workload(context, batch=1, k=K)
-    plan = predict(anatomy, GPU, load, sink=SINK, weight_bits=WEIGHT_BITS, constants=constants)
+    plan = predict(anatomy, gpu, load, sink=SINK, weight_bits=WEIGHT_BITS, constants=constants)
     steps = (plan.plain, plan.native, plan.windowed)
     return Predicted(*(1e3 * step.seconds for step in steps))
 
@@ -90,13 +91,13 @@ def anatomies() -> dict[str, Anatomy]:
     return dict(zip(names, study(questions), strict=True))
 
 
-def fit(studied: dict[str, Anatomy]) -> Constants:
+def fit(studied: dict[str, Anatomy], gpu: hardware.GPU = GPU) -> Constants:
     """The constants with the least squares of relative errors, of wins and savings at 261K."""
 
     def error(constants: Constants) -> float:
         total = 0.0
         for reported in REPORTED:
-            found = predicted(studied[reported.preset], SHORT, constants)
+            found = predicted(studied[reported.preset], SHORT, constants, gpu)
             total += (found.win / reported.win_short - 1) ** 2
             total += ((found.native - found.windowed) / reported.saving_short - 1) ** 2
         return total
@@ -132,7 +133,7 @@ def main() -> int:
         return 1 - (memory.ring or memory.draft) / memory.draft
 
     _table(
-        ["draft's share of KV: paper", "planner", "given back at 1M"],
+        ["draft's share of KV: paper", "planner", "given back at 1M by a request's ring"],
         lambda r: [
             f"{r.draft_share}%",
             f"{100 * studied[r.preset].memory.tax:.1f}%",

@@ -23,6 +23,8 @@ class Plan:
     """Everything predicted; `native` and `windowed` are steps of K drafts, `plain` one of none."""
 
     anatomy: Anatomy
+    load: Workload
+    acceptance: float
     plain: Step
     native: Step
     windowed: Step
@@ -74,10 +76,13 @@ def predict(
         at = replace(load, context=context, batch=batch)
         return steps(at, context).seconds / steps(at, anatomy.draft_reads).seconds - 1
 
-    by_window = {n - sink: steps(load, n).seconds for n in SIZES if n > sink}
+    sizes = [n for n in SIZES if n > sink] or [SIZES[-1] + sink]
+    by_window = {n - sink: steps(load, n).seconds for n in sizes}
     cheapest = min(by_window.values())
     return Plan(
         anatomy,
+        load,
+        acceptance,
         plain=steps(replace(load, k=0), 0),
         native=steps(load, load.context),
         windowed=steps(load, anatomy.draft_reads),
@@ -88,37 +93,35 @@ def predict(
     )
 
 
-def advice(plan: Plan, context: int, k: int, acceptance: float) -> list[str]:
+def advice(plan: Plan) -> list[str]:
     """What the prediction means, in sentences."""
-    anatomy, memory = plan.anatomy, plan.anatomy.memory
+    anatomy, memory, load = plan.anatomy, plan.anatomy.memory, plan.load
+    if memory.kv <= 0:
+        return ["The weights do not fit: take more GPUs, or fewer bits a weight."]
+    lines = _on_room(plan)
     if anatomy.refusal:
-        return [
-            f"windowed_mtp would be refused: {anatomy.refusal}",
-            f"(if it ran: {100 * plan.win:+.1f}% a step.)",
-        ]
-    gained = 0.0
-    if memory.native_capacity and memory.windowed_capacity:
-        gained = memory.windowed_capacity / memory.native_capacity - 1
-    lines = []
-    if context <= anatomy.draft_reads:
+        lines.append(f"windowed_mtp would be refused: {anatomy.refusal}")
+        return [*lines, f"(If it ran, a native step would cost {100 * plan.win:.1f}% more.)"]
+    if load.context <= anatomy.draft_reads:
         lines.append("Not worth it: the window covers the whole context and never acts.")
     elif plan.win >= WORTH_IT:
         lines.append(
-            f"Worth it: a native step costs {100 * plan.win:.1f}% more than a windowed one, and "
-            f"{100 * gained:.1f}% more tokens fit. It pays as long as the acceptance length stays above "
-            f"{100 / (1 + plan.win):.0f}% of native's."
+            f"Worth it: a native step costs {100 * plan.win:.1f}% more than a windowed one. It pays as "
+            f"long as the acceptance length stays above {100 / (1 + plan.win):.0f}% of native's."
         )
     else:
         lines.append(
-            f"Not worth it for speed: {100 * plan.win:+.1f}% a step, less than a change of input makes. "
-            f"{100 * gained:+.1f}% tokens fit."
+            f"Not worth it for speed: a native step costs {100 * plan.win:.1f}% more, less than inputs "
+            "differ from each other."
         )
-    lengths = {depth: roofline.acceptance_length(acceptance, depth) for depth in (0, k)}
-    plain = plan.plain.seconds
+    k, rate = load.k, plan.acceptance
+    length = roofline.acceptance_length(rate, k)
+    native, windowed = (
+        plan.plain.seconds * length / step.seconds for step in (plan.native, plan.windowed)
+    )
     lines.append(
-        f"At an acceptance of {acceptance:g} a draft (AL {lengths[k]:.2f} at K={k}) speed over no "
-        f"speculation, at best: native {plain * lengths[k] / plan.native.seconds:.2f}x, windowed "
-        f"{plain * lengths[k] / plan.windowed.seconds:.2f}x; best K: native {plan.best_native}, "
+        f"At an acceptance of {rate:g} a draft (AL {length:.2f} at K={k}) speed over no speculation, at "
+        f"best: native {native:.2f}x, windowed {windowed:.2f}x; best K: native {plan.best_native}, "
         f"windowed {plan.best_windowed}."
     )
     lines.append(
@@ -126,3 +129,23 @@ def advice(plan: Plan, context: int, k: int, acceptance: float) -> list[str]:
         f"W={plan.best_window}."
     )
     return lines
+
+
+def _on_room(plan: Plan) -> list[str]:
+    """Whether the load fits, and what windowed MTP changes in that."""
+    memory, load = plan.anatomy.memory, plan.load
+    asked = load.batch * load.context
+    native, windowed = memory.native_capacity or 0, memory.windowed_capacity or 0
+    if asked > max(native, windowed):
+        return [
+            f"{load.batch} x {load.context:,} tokens do not fit at once: there is room for "
+            f"{max(native, windowed):,}."
+        ]
+    if windowed and asked > native:
+        return [f"It fits with windowed MTP only: native MTP has room for {native:,} tokens."]
+    if windowed and (gained := windowed / native - 1) < 0.005:
+        return [
+            f"No tokens are gained ({100 * gained:+.1f}%): the ring pool has room for max_num_seqs "
+            "requests, and takes what native MTP would have taken. Lower max_num_seqs."
+        ]
+    return [f"{100 * (windowed / native - 1):.1f}% more tokens fit."] if windowed else []
