@@ -1,12 +1,14 @@
 """The compact table: each request's kept blocks, listed in order with the gap cut out.
 
-Two forms that agree bit for bit: `compact_table_reference`, plain torch, and one Triton kernel, one
+Two forms that agree bit for bit: `compact_table_reference`, in NumPy, which is what runs on a CPU
+(torch takes four times as long for it, and it is made at every draft step), and one Triton kernel, one
 program a request, whose work is proportional to the kept blocks whatever the context. The kernel
 never synchronises with the host, reads lengths and tables from persistent device tensors and writes
 persistent ones, and so can be recorded in a CUDA graph. The rule itself is
 `wmtp_vllm.window.Window.compact_table`.
 """
 
+import numpy as np
 import torch
 from vllm.triton_utils import HAS_TRITON, tl, triton
 
@@ -59,6 +61,20 @@ def compact_table(
     )
 
 
+def is_compact(
+    block_table: torch.Tensor, seq_lens: torch.Tensor, window: Window, num_null_blocks: int
+) -> bool:
+    """Whether the window keeps all of every request and no block is missing; for tensors on the host.
+
+    Arguments are those of `compact_table`. The logical table is then the compact one.
+    """
+    table, lens = block_table.numpy(), seq_lens.numpy()
+    if window.first_window_block(int(lens.max(initial=0)) - 1) > window.sink_blocks:
+        return False
+    ends = (-(-length // window.block_size) for length in lens.tolist())
+    return all((row[:end] >= num_null_blocks).all() for row, end in zip(table, ends, strict=True))
+
+
 def compact_table_reference(
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -67,22 +83,25 @@ def compact_table_reference(
     num_null_blocks: int,
     width: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same in plain torch; returns the table [num_reqs, width] and the lengths [num_reqs]."""
-    num_reqs, max_blocks = block_table.shape
+    """The same in NumPy; returns the table [num_reqs, width] and the lengths [num_reqs]."""
+    table, lens, starts = (t.cpu().numpy() for t in (block_table, seq_lens, query_start_loc))
+    num_reqs, max_blocks = table.shape
     b, sink = window.block_size, window.sink_blocks
-    query_lens = query_start_loc[1 : num_reqs + 1] - query_start_loc[:num_reqs]
-    end = (seq_lens + b - 1) // b
-    first = ((seq_lens - query_lens - window.size + 1) // b).clamp(min=sink)
+    query_lens = starts[1 : num_reqs + 1] - starts[:num_reqs]
+    end = (lens + b - 1) // b
+    first = np.maximum((lens - query_lens - window.size + 1) // b, sink)
 
-    column = torch.arange(width, dtype=seq_lens.dtype, device=seq_lens.device)
-    logical = torch.where(column < sink, column, first[:, None] + column - sink)
-    ids = block_table.gather(1, logical.clamp(max=max_blocks - 1).long())
+    column = np.arange(width, dtype=lens.dtype)
+    logical = np.where(column < sink, column, first[:, None] + column - sink)
+    rows = np.arange(num_reqs)[:, None]
+    ids = table[rows, np.minimum(logical, max_blocks - 1)]
     keep = (logical < end[:, None]) & (ids >= num_null_blocks)
-    order = torch.argsort(~keep, dim=1, stable=True)
-    table = torch.where(keep, ids, 0).gather(1, order)
+    order = np.argsort(~keep, axis=1, kind="stable")
+    kept = np.where(keep, ids, 0)[rows, order]
     has_last = (keep & (logical == end[:, None] - 1)).any(1)  # which is not full
-    lens = keep.sum(1, dtype=seq_lens.dtype) * b - torch.where(has_last, end * b - seq_lens, 0)
-    return table, torch.maximum(lens, torch.minimum(query_lens, seq_lens))
+    tokens = keep.sum(1, dtype=lens.dtype) * b - np.where(has_last, end * b - lens, 0)
+    tokens = np.maximum(tokens, np.minimum(query_lens, lens))
+    return tuple(torch.from_numpy(a).to(block_table.device) for a in (kept, tokens))
 
 
 # Not compiled anew where a size is 1 or a multiple of 16: the width changes while serving, and the

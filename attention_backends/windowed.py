@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.triton_utils import HAS_TRITON
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionMetadataBuilder,
@@ -20,7 +21,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from wmtp_vllm.attention_backends.compact_table import compact_table
+from wmtp_vllm.attention_backends.compact_table import compact_table, is_compact
 from wmtp_vllm.window import Window, ceil_div
 
 SUPPORTED_BACKENDS = (
@@ -151,10 +152,14 @@ class Compactor:
     def compact(self, logical: CommonAttentionMetadata) -> CommonAttentionMetadata:
         """The metadata of the same batch with table, lengths and bounds of the kept blocks.
 
-        The result is valid until the next call: both write the same buffers.
+        The result is valid until the next call: both write the same buffers. Where there is nothing to
+        leave out it is `logical` itself.
         """
         window = self.window
         num_reqs = logical.num_reqs
+        rows, lengths = logical.block_table_tensor[:num_reqs], logical.seq_lens[:num_reqs]
+        if not HAS_TRITON and is_compact(rows, lengths, window, self.num_null_blocks):
+            return logical  # a look at the host's memory; on a GPU it would wait for the device
         width = min(
             window.max_kept_blocks(logical.max_query_len),
             logical.block_table_tensor.shape[1],
@@ -165,8 +170,8 @@ class Compactor:
         table = self.table[:num_reqs]
         lens = self.lens[:num_reqs]
         compact_table(
-            logical.block_table_tensor[:num_reqs],
-            logical.seq_lens[:num_reqs],
+            rows,
+            lengths,
             logical.query_start_loc,
             window,
             self.num_null_blocks,

@@ -8,7 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.triton_utils import HAS_TRITON
 
-from wmtp_vllm.attention_backends.compact_table import compact_table, compact_table_reference
+from wmtp_vllm.attention_backends.compact_table import (
+    compact_table,
+    compact_table_reference,
+    is_compact,
+)
 from wmtp_vllm.window import Window, ceil_div
 
 # Without Triton `compact_table` is the reference; the V2 process runs the kernel in the interpreter.
@@ -64,7 +68,7 @@ def check(window, requests, padded, table, lens):
 
 @given(batches())
 @settings(max_examples=300, deadline=None)
-def test_the_torch_form_is_the_definition(batch):
+def test_the_numpy_form_is_the_definition(batch):
     window, requests, padded = batch
     block_table, seq_lens, starts, width = as_tensors(*batch)
     table, lens = compact_table_reference(block_table, seq_lens, starts, window, 1, width)
@@ -72,8 +76,31 @@ def test_the_torch_form_is_the_definition(batch):
 
 
 @given(batches())
+@settings(max_examples=300, deadline=None)
+def test_a_table_that_is_said_to_be_compact_is_its_own_compact_table(batch):
+    window = batch[0]
+    block_table, seq_lens, starts, width = as_tensors(*batch)
+    table, lens = compact_table_reference(block_table, seq_lens, starts, window, 1, width)
+    if is_compact(block_table, seq_lens, window, 1):
+        assert torch.equal(lens, seq_lens)
+        for row, kept, length in zip(block_table, table, seq_lens.tolist(), strict=True):
+            blocks = ceil_div(length, window.block_size)
+            assert torch.equal(row[:blocks], kept[:blocks])
+
+
+def test_a_table_is_compact_while_the_window_covers_it_and_nothing_is_missing():
+    window = Window(size=8, sink=4, block_size=4)
+    full, hole = (torch.tensor([ids], dtype=torch.int32) for ids in ([5, 6, 7, 8], [5, 0, 7, 8]))
+    for length, covered in ((1, True), (15, True), (16, False)):
+        lengths = torch.tensor([length])
+        assert is_compact(full, lengths, window, 1) is covered
+        assert is_compact(hole, lengths, window, 1) is (length <= 4)
+        assert is_compact(hole, lengths, window, 0) is covered
+
+
+@given(batches())
 @settings(max_examples=60 if HAS_TRITON else 5, deadline=None)
-def test_the_form_in_use_agrees_with_the_torch_form_bit_for_bit(batch):
+def test_the_form_in_use_agrees_with_the_numpy_form_bit_for_bit(batch):
     window, requests, padded = batch
     block_table, seq_lens, starts, width = as_tensors(*batch)
     expected = compact_table_reference(block_table, seq_lens, starts, window, 1, width)
@@ -85,7 +112,7 @@ def test_the_form_in_use_agrees_with_the_torch_form_bit_for_bit(batch):
     check(window, requests, padded, table, lens)
 
 
-@pytest.mark.skipif(not HAS_TRITON, reason="without Triton the torch form is the one in use")
+@pytest.mark.skipif(not HAS_TRITON, reason="without Triton the NumPy form is the one in use")
 def test_two_thousand_random_tables_agree_also_of_split_blocks_and_long_rows():
     """A kernel's block may be a part of the manager's: then several ids stand for the null block."""
     rng = random.Random(0)
