@@ -5,12 +5,13 @@
 | dense     | MiMo, float32                    | is right about 5 times in 6, given recent KV     |
 | hybrid    | Qwen3-Next (GDN, MoE), bfloat16  | the same, on a hybrid model                      |
 | induction | MiMo, float32                    | is right exactly when its KV has the copy source |
+| trained   | MiMo, float32                    | was trained on text, and on looking back         |
 
     from wmtp_vllm.tiny_models import build
     path = build("dense", "checkpoints/dense", layers=4)
 
 or `python -m wmtp_vllm.tiny_models dense checkpoints/dense layers=4`. A build takes well under a
-second and at most 20 MB.
+second and at most 20 MB. `heldout.py` makes prompts for the trained one.
 """
 
 import contextlib
@@ -29,15 +30,17 @@ from wmtp_vllm.tiny_models.checkpoint import FILES, Checkpoint, save
 from wmtp_vllm.tiny_models.dense import DenseOptions, dense
 from wmtp_vllm.tiny_models.hybrid import HybridOptions, hybrid
 from wmtp_vllm.tiny_models.induction import InductionOptions, induction
+from wmtp_vllm.tiny_models.shipped import FOLDER, TrainedOptions, trained
 
-__all__ = ["DenseOptions", "HybridOptions", "InductionOptions", "Name", "build"]
+__all__ = ["DenseOptions", "HybridOptions", "InductionOptions", "Name", "TrainedOptions", "build"]
 
-Name = Literal["dense", "hybrid", "induction"]
+Name = Literal["dense", "hybrid", "induction", "trained"]
 
 GENERATORS: dict[str, tuple[Callable[..., Any], Callable[[Any], Checkpoint]]] = {
     "dense": (DenseOptions, dense),
     "hybrid": (HybridOptions, hybrid),
     "induction": (InductionOptions, induction),
+    "trained": (TrainedOptions, trained),
 }
 MANIFEST = "tiny_model.json"
 """File in a checkpoint that says which model, options and code made it."""
@@ -50,9 +53,9 @@ def build(name: Name, path: str | os.PathLike[str], **options: int) -> Path:
     the same time. One made with other options, or by another version of this code, is replaced.
 
     Args:
-        name: "dense", "hybrid" or "induction".
+        name: "dense", "hybrid", "induction" or "trained".
         path: folder of the checkpoint; its parents are created.
-        options: fields of DenseOptions, HybridOptions or InductionOptions.
+        options: fields of DenseOptions, HybridOptions or InductionOptions; "trained" has none.
 
     Returns:
         `path`, ready for vLLM's `model=`.
@@ -126,6 +129,6 @@ def _is_complete(path: Path, manifest: dict[str, Any]) -> bool:
 def _code_digest() -> str:
     """Hash of this package's sources, so that a changed generator replaces old checkpoints."""
     digest = hashlib.sha256()
-    for source in sorted(Path(__file__).parent.glob("*.py")):
+    for source in (*sorted(Path(__file__).parent.glob("*.py")), *sorted(FOLDER.iterdir())):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:16]

@@ -1,0 +1,116 @@
+"""A model that has learned something: its draft is worth having, and worth less without the source.
+
+The plain engine also says that the model that was trained is the model that vLLM runs.
+"""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from vllm import SamplingParams
+
+from tests.support.engine import engine, native, windowed
+from wmtp_vllm.tiny_models import heldout
+from wmtp_vllm.tiny_models.checkpoint import tokenizer
+from wmtp_vllm.tiny_models.shipped import FOLDER
+from wmtp_vllm.tiny_models.transformer import Sizes, Transformer
+
+pytestmark = pytest.mark.engine
+
+K, MAX_TOKENS = 3, 96
+SMALL_WINDOW, COVERING_WINDOW = 64, 1024
+ENGINE = {"max_model_len": 4096, "max_num_batched_tokens": 2048}
+KINDS = ("text", "copy")
+
+
+def prompts(kind: str) -> list[list[int]]:
+    """Of a copy the source is some 600 tokens back."""
+    distance = None if kind == "text" else 1100
+    made = [heldout.make(kind, 1600, seed, distance).prompt for seed in range(8)]
+    return [tokenizer().encode(prompt).ids for prompt in made]
+
+
+def run(model: str, speculative: dict | None) -> tuple[dict, dict]:
+    """Answers and acceptance lengths by kind."""
+    answers, lengths = {}, {}
+    with engine(model, speculative, **ENGINE) as running:
+        for kind in KINDS:
+            answers[kind] = running.generate(prompts(kind), MAX_TOKENS)
+            if speculative:
+                lengths[kind] = running.acceptance_length()
+    return answers, lengths
+
+
+@pytest.fixture(scope="module")
+def torch_model() -> Transformer:
+    model = Transformer(Sizes())
+    weights = load_file(FOLDER / "model.safetensors")
+    model.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
+    return model
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_model, torch_model) -> dict:
+    """Plain decoding's answers, from an engine whose logits are the torch model's."""
+    with engine(tiny_model("trained"), **ENGINE) as running:
+        [prompt] = prompts("copy")[:1]
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
+        [output] = running.llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+        found = [
+            at[token].logprob
+            for at, token in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)
+        ]
+        tokens = torch.tensor([prompt])
+        with torch.no_grad():
+            logits, _ = torch_model.target(tokens, torch.arange(len(prompt))[None])
+        expected = logits[0, :-1].log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(found), expected, atol=1e-3, rtol=1e-3)
+        return {kind: running.generate(prompts(kind), MAX_TOKENS) for kind in KINDS}
+
+
+@pytest.fixture(scope="module")
+def native_lengths(tiny_model, plain) -> dict:
+    answers, lengths = run(tiny_model("trained"), native(K))
+    assert answers == plain
+    return lengths
+
+
+def test_native_acceptance_on_text_that_it_has_not_seen(native_lengths):
+    print(f"native: {native_lengths}", end=" ")
+    assert native_lengths["text"] >= 2.5
+
+
+def test_a_window_that_covers_the_source_is_as_good_as_none(tiny_model, plain, native_lengths):
+    answers, lengths = run(tiny_model("trained"), windowed(K, COVERING_WINDOW, 16))
+    assert answers == plain
+    assert lengths == pytest.approx(native_lengths, rel=0.1)
+
+
+def test_a_window_that_does_not_costs_acceptance_and_no_output(tiny_model, plain, native_lengths):
+    """Negative control of the one above: it can tell a draft that sees too little."""
+    answers, lengths = run(tiny_model("trained"), windowed(K, SMALL_WINDOW, 16))
+    print(f"W={SMALL_WINDOW}: {lengths}", end=" ")
+    assert answers == plain
+    assert lengths["copy"] < 0.8 * native_lengths["copy"]
+
+
+def test_vllm_drafts_what_the_training_drafts(tiny_model, torch_model):
+    """The first draft after a prompt, step by step as `Transformer.draft` has it."""
+    [prompt] = prompts("text")[:1]
+    drafted = []
+    with engine(tiny_model("trained"), native(K), **ENGINE) as running:
+        proposer, propose = running.proposer, running.proposer.propose
+        proposer.propose = lambda *a, **k: drafted.append(propose(*a, **k)) or drafted[-1]
+        [[first]] = running.generate([prompt], 1)
+        del proposer.propose
+    tokens, start = [*prompt, first], torch.tensor([len(prompt) - 1])
+    for _ in range(K):
+        ids = torch.tensor([tokens])
+        positions = torch.arange(len(tokens) - 1)[None]
+        with torch.no_grad():
+            _, hidden = torch_model.target(ids[:, :-1], positions)
+            steps = torch_model.draft(
+                hidden, ids[:, 1:], positions, start, len(tokens) - len(prompt)
+            )
+        said = steps[-1][0, start if len(steps) == 1 else 0]
+        tokens.append(int(said.argmax()))
+    assert drafted[0][0].tolist() == tokens[-K:]
