@@ -1,11 +1,13 @@
-"""A model that has learned something: its draft is worth having, and worth less without the source.
+"""A model that has learned something: its draft is worth having, with a window too.
 
 The plain engine also says that the model that was trained is the model that vLLM runs.
 """
 
+import shutil
+
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
 
 from tests.support.engine import engine, native, windowed
@@ -17,7 +19,7 @@ from wmtp_vllm.tiny_models.transformer import Sizes, Transformer
 pytestmark = pytest.mark.engine
 
 K, MAX_TOKENS = 3, 96
-SMALL_WINDOW, COVERING_WINDOW = 64, 1024
+COVERING_WINDOW = 1024
 ENGINE = {"max_model_len": 4096, "max_num_batched_tokens": 2048}
 KINDS = ("text", "copy")
 
@@ -85,12 +87,22 @@ def test_a_window_that_covers_the_source_is_as_good_as_none(tiny_model, plain, n
     assert lengths == pytest.approx(native_lengths, rel=0.1)
 
 
-def test_a_window_that_does_not_costs_acceptance_and_no_output(tiny_model, plain, native_lengths):
-    """Negative control of the one above: it can tell a draft that sees too little."""
-    answers, lengths = run(tiny_model("trained"), windowed(K, SMALL_WINDOW, 16))
-    print(f"W={SMALL_WINDOW}: {lengths}", end=" ")
+def test_the_smallest_window_costs_acceptance_and_no_output(tiny_model, plain, native_lengths):
+    answers, lengths = run(tiny_model("trained"), windowed(K, 1, 0))
+    print(f"W=1: {lengths}", end=" ")
     assert answers == plain
-    assert lengths["copy"] < 0.8 * native_lengths["copy"]
+    assert 2 < lengths["text"] < native_lengths["text"]
+
+
+def test_a_draft_that_learned_nothing_is_told_by_its_acceptance(tiny_model, plain, tmp_path):
+    """Negative control: the acceptance asserted here is that of what was learned."""
+    model = shutil.copytree(tiny_model("trained"), tmp_path / "unlearned")
+    weights = load_file(model / "model.safetensors")
+    name = "model.mtp_layers.0.input_proj.weight"
+    save_file(weights | {name: -weights[name]}, model / "model.safetensors", {"format": "pt"})
+    answers, lengths = run(str(model), native(K))
+    assert answers == plain
+    assert lengths["text"] < 1.5
 
 
 def test_vllm_drafts_what_the_training_drafts(tiny_model, torch_model):

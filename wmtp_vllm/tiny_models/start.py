@@ -17,7 +17,6 @@ LOOK_BACK_SHARPNESS = 5.0
 MATCH_SHARPNESS = 2.5
 COPY_GAIN = 4.0
 QUIET, UNEMBED = 0.2, 0.02
-PROBED_SHARPNESS, PROBED_GAIN = 10.0, 20.0
 
 
 def initialise(model: Transformer, rng: torch.Generator) -> None:
@@ -50,40 +49,6 @@ def initialise(model: Transformer, rng: torch.Generator) -> None:
         own = torch.eye(sizes.hidden)
         head.input_proj.weight.copy_(torch.cat([from_hidden, own], dim=1))
         _match(head.self_attn, compared, compared @ from_hidden.T, code, COPY_GAIN)
-
-
-@torch.no_grad()
-def restart_draft(model: Transformer, tokens: Tensor) -> None:
-    """Give the draft its copying head again, once the target is what it is.
-
-    While the target learns, its hidden states move away from what the head was made for. Here linear
-    probes find where in the draft's input the tokens are, the one that it goes on from and the one
-    before, and the first head is made of them.
-
-    Args:
-        model: with a trained target.
-        tokens: rows to probe with, int64[rows, length].
-    """
-    (head,) = model.model.mtp_layers
-    assert isinstance(head, Head)
-    sizes, count = model.sizes, model.lm_head.out_features
-    positions = torch.arange(tokens.shape[1] - 1).repeat(len(tokens), 1)
-    _, hidden = model.target(tokens[:, :-1], positions)
-    embedded = model.model.embed_tokens(tokens[:, 1:])
-    seen = head.input_layernorm(head.enter(hidden, embedded, positions))[:, 1:].flatten(0, 1)
-
-    def probe(sought: Tensor) -> Tensor:
-        """Least squares from what is seen to the token: float32[tokens, hidden]."""
-        one_hot = torch.nn.functional.one_hot(sought.flatten(), count).float()
-        return torch.linalg.lstsq(seen, one_hot).solution.T
-
-    rng = torch.Generator().manual_seed(0)
-    current, before = probe(tokens[:, 2:]), probe(tokens[:, 1:-1])
-    compared = _orthonormal(sizes.head_dim // 2, count, rng) * PROBED_SHARPNESS
-    code = _orthonormal(sizes.head_dim, count, rng)
-    _match(head.self_attn, compared @ current, compared @ before, code @ current, 1.0)
-    spoken = torch.nn.functional.normalize(model.lm_head.weight, dim=1).T
-    head.self_attn.o_proj.weight[:, : sizes.head_dim] = spoken @ code.T * PROBED_GAIN
 
 
 def _orthonormal(rows: int, columns: int, rng: torch.Generator) -> Tensor:

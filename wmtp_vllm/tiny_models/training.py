@@ -3,9 +3,8 @@
     python -m wmtp_vllm.tiny_models.training --out FOLDER
 
 The target learns to predict the standard library's text and the tasks of `tasks.py`. The draft
-learns beside it, and changes nothing of it: to predict what the target would, a step after the other
-as vLLM drafts; and some minutes more, when the target is done. FOLDER then holds what `trained/` here
-does. `--target FOLDER` takes the target of an earlier run.
+learns beside it, without a say in its hidden states: to predict what the target would, a step after
+the other as vLLM drafts. FOLDER then holds what `trained/` here does.
 """
 
 import argparse
@@ -20,16 +19,19 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from wmtp_vllm.bench.workloads import Chance
-from wmtp_vllm.tiny_models.checkpoint import VOCAB_SIZE, tokenizer
-from wmtp_vllm.tiny_models.start import initialise, restart_draft
+from wmtp_vllm.tiny_models.checkpoint import tokenizer
+from wmtp_vllm.tiny_models.start import initialise
 from wmtp_vllm.tiny_models.tasks import TASKS
 from wmtp_vllm.tiny_models.texts import Corpus, Part, documents
 from wmtp_vllm.tiny_models.transformer import Sizes, Transformer
 
+LENGTHS = ((0.0, 256), (0.2, 512), (0.35, 1024))
+"""From which progress on, of 1, rows have how many tokens. Short ones first: copying is learned
+sooner where the source is near."""
 TOKENS_PER_STEP = 4096
 DEPTH, CHAIN_SHARE, DEPTH_WEIGHT = 6, 16, 0.8
 """Steps of the draft, tokens for each chain that goes on after the first, and the weight of a step
@@ -38,42 +40,7 @@ TEXT_SHARE = 0.45
 JUMP_SHARE = 0.5
 """Rows in whose positions there is a jump, so that a short row teaches long distances."""
 MATRIX_RATE, OTHER_RATE, WARM_UP, COOL_DOWN = 0.01, 3e-3, 0.02, 0.45
-LOG_EVERY = 50
-
-
-@dataclass(frozen=True)
-class Phase:
-    """A part of training.
-
-    Args:
-        share: of the time.
-        lengths: from which progress on, of 1, rows have how many tokens. Short ones first: copying is
-            learned sooner where the source is near.
-        rate: of learning, relative to the first phase's.
-        keep: weight of the target's hidden states telling their own token.
-        draft: weight of the draft's losses.
-        together: whether these reach the target.
-        restart: whether the draft gets its copying head again first.
-
-    """
-
-    share: float
-    lengths: tuple[tuple[float, int], ...]
-    rate: float
-    keep: float
-    draft: float
-    together: bool
-    restart: bool = False
-
-    def length_at(self, progress: float) -> int:
-        return [length for start, length in self.lengths if progress >= start][-1]
-
-
-PHASES = (
-    Phase(0.82, ((0.0, 256), (0.2, 512), (0.35, 1024)), 1.0, 0.0, 1.0, False),
-    Phase(0.07, ((0.0, 512),), 0.4, 0.3, 1.0, False),
-    Phase(0.11, ((0.0, 512),), 0.6, 0.1, 0.3, True, restart=True),
-)
+LOG_EVERY, SAVE_EVERY = 50, 300
 
 
 class Rows:
@@ -125,46 +92,22 @@ class Losses:
     draft: list[Tensor]
     agreed: list[Tensor]
     """Per draft step, for each chain (for the first step each token): both would say the same."""
-    keep: Tensor
-    """of the tokens that hidden states belong to"""
 
 
-def losses(
-    model: Transformer,
-    tokens: Tensor,
-    positions: Tensor,
-    starts: Tensor,
-    together: bool = False,
-    reader: torch.nn.Linear | None = None,
-) -> Losses:
-    """What to learn from rows of tokens int64[rows, length + 1] at positions [rows, length].
-
-    Args:
-        model: target and draft.
-        tokens: as above.
-        positions: as above.
-        starts: int64[chains], where chains of drafts begin.
-        together: whether the draft's losses reach the target's hidden states.
-        reader: what reads a hidden state's own token from it, where that is to be learned.
-
-    """
+def losses(model: Transformer, tokens: Tensor, positions: Tensor, starts: Tensor) -> Losses:
+    """What to learn from rows of tokens int64[rows, length + 1] at positions [rows, length]."""
     inputs = tokens[:, :-1]
     logits, hidden = model.target(inputs, positions)
     target = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
     teacher = logits.detach().float()
-    given = hidden if together else hidden.detach()
-    drafted = model.draft(given[:, :-1], inputs[:, 1:], positions[:, :-1], starts, DEPTH)
+    drafted = model.draft(hidden.detach()[:, :-1], inputs[:, 1:], positions[:, :-1], starts, DEPTH)
     draft, agreed = [], []
     for step, said in enumerate(drafted):
         taught = teacher[:, 1:] if step == 0 else teacher[:, starts + step + 1]
         log_said, log_taught = said.float().log_softmax(-1), taught.log_softmax(-1)
         draft.append((log_taught.exp() * (log_taught - log_said)).sum(-1).mean())
         agreed.append(said.argmax(-1) == taught.argmax(-1))
-    keep = torch.zeros(())
-    if reader is not None:
-        read = reader(F.rms_norm(hidden, hidden.shape[-1:]))
-        keep = F.cross_entropy(read.flatten(0, 1).float(), inputs.flatten())
-    return Losses(target, draft, agreed, keep)
+    return Losses(target, draft, agreed)
 
 
 def acceptance(agreed: list[Tensor], starts: Tensor, k: int) -> float:
@@ -180,6 +123,11 @@ def acceptance(agreed: list[Tensor], starts: Tensor, k: int) -> float:
 def rate(progress: float) -> float:
     """Learning rate, relative: up, level, and down to zero."""
     return min(1.0, progress / WARM_UP, (1.0 - progress) / COOL_DOWN)
+
+
+def length_at(progress: float) -> int:
+    """Tokens of a row."""
+    return [length for start, length in LENGTHS if progress >= start][-1]
 
 
 @torch.no_grad()
@@ -199,77 +147,27 @@ def evaluate(model: Transformer, seed: int, length: int = 1024, rows: int = 4) -
     return found
 
 
-def train(
-    out: Path, minutes: float, seed: int, steps: int | None, resume: Path | None = None
-) -> None:
-    """Train for the minutes, or where `steps` are given for so many in each phase."""
+def train(out: Path, minutes: float, seed: int, steps: int | None) -> None:
+    """Train until `steps` are done, or where that is None until the minutes are over."""
+    rng = torch.Generator().manual_seed(seed)
     sizes = Sizes()
     model = Transformer(sizes)
-    initialise(model, torch.Generator().manual_seed(seed))
-    done: dict[str, Any] = {"steps": [], "minutes": 0.0, "tokens": 0}
-    phases = PHASES
-    if resume:
-        weights = load_file(resume / "model.safetensors")
-        model.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
-        done = json.loads((resume / "provenance.json").read_text(encoding="utf-8"))
-        done["steps"] = [done["steps"]] if isinstance(done["steps"], int) else done["steps"][:1]
-        phases = PHASES[1:]
-    reader = torch.nn.Linear(sizes.hidden, VOCAB_SIZE)
-    for number, phase in enumerate(phases, start=len(PHASES) - len(phases)):
-        drawn = Rows("training", seed + number)
-        if phase.restart:
-            restart_draft(model, torch.cat([drawn.batch(1024) for _ in range(8)]))
-        began = time.monotonic()
-        taken, seen = run_phase(model, reader, drawn, phase, minutes * phase.share, seed, steps)
-        done["steps"].append(taken)
-        done["tokens"] += seen
-        done["minutes"] = round(done["minutes"] + (time.monotonic() - began) / 60, 1)
-        print(json.dumps(evaluate(model, seed)), flush=True)
-    provenance = {
-        "licence_of_the_text": "PSF-2.0",
-        "text": "sources and language topics of Python's standard library; seeded tasks",
-        "python": platform.python_version(),
-        "training_text": digest("training"),
-        "held_out_text": digest("held-out"),
-        "seed": seed,
-        "steps": done["steps"],
-        "tokens": done["tokens"],
-        "minutes": done["minutes"],
-        "machine": f"{torch.get_num_threads()} CPU cores, bfloat16 autocast",
-        "torch": torch.__version__,
-        "sizes": asdict(sizes),
-    }
-    write(out, model, sizes, provenance | {"held_out": evaluate(model, seed, rows=16)})
-
-
-def run_phase(
-    model: Transformer,
-    reader: torch.nn.Linear,
-    drawn: Rows,
-    phase: Phase,
-    minutes: float,
-    seed: int,
-    steps: int | None,
-) -> tuple[int, int]:
-    """Returns the steps taken and the tokens seen."""
-    rng = torch.Generator().manual_seed(seed)
-    optimizers = make_optimizers(model, reader)
+    initialise(model, rng)
+    optimizers = make_optimizers(model)
+    drawn = Rows("training", seed)
     began, step, seen, recent, progress = time.monotonic(), 0, 0, 0.0, 0.0
     while progress < 1:
-        length = phase.length_at(progress)
+        length = length_at(progress)
         tokens = drawn.batch(length)
-        longest = model.sizes.max_position_embeddings
-        positions = drawn.positions(len(tokens), length, longest)
+        positions = drawn.positions(len(tokens), length, sizes.max_position_embeddings)
         starts = torch.randperm(length - DEPTH - 1, generator=rng)[: length // CHAIN_SHARE]
         with torch.autocast("cpu", torch.bfloat16):
-            found = losses(
-                model, tokens, positions, starts, phase.together, reader if phase.keep else None
-            )
+            found = losses(model, tokens, positions, starts)
         draft = sum(DEPTH_WEIGHT**i * loss for i, loss in enumerate(found.draft))
-        (found.target + phase.draft * draft + phase.keep * found.keep).backward()
+        (found.target + draft).backward()
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = group["peak"] * phase.rate * rate(progress)
+                group["lr"] = group["peak"] * rate(progress)
             optimizer.step()
             optimizer.zero_grad()
         step, seen = step + 1, seen + tokens.numel()
@@ -285,15 +183,31 @@ def run_phase(
                 flush=True,
             )
             recent = 0.0
-    return step, seen
+        if step % SAVE_EVERY == 0:
+            write(out, model, sizes, {"steps": step})
+            print(json.dumps(evaluate(model, seed)), flush=True)
+    provenance = {
+        "licence_of_the_text": "PSF-2.0",
+        "text": "sources and language topics of Python's standard library; seeded tasks",
+        "python": platform.python_version(),
+        "training_text": digest("training"),
+        "held_out_text": digest("held-out"),
+        "seed": seed,
+        "steps": step,
+        "tokens": seen,
+        "minutes": round((time.monotonic() - began) / 60, 1),
+        "machine": f"{torch.get_num_threads()} CPU cores, bfloat16 autocast",
+        "torch": torch.__version__,
+        "sizes": asdict(sizes),
+    }
+    write(out, model, sizes, provenance | {"held_out": evaluate(model, seed, rows=16)})
 
 
-def make_optimizers(model: Transformer, reader: torch.nn.Linear) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside, AdamW for embeddings, norms and biases, and for the reader."""
+def make_optimizers(model: Transformer) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside, AdamW for embeddings, norms and biases."""
     parameters = dict(model.named_parameters())
     matrices = [p for n, p in parameters.items() if p.ndim == 2 and not outer(n)]
     others = [p for n, p in parameters.items() if p.ndim < 2 or outer(n)]
-    others += list(reader.parameters())
     return [
         torch.optim.Muon([{"params": matrices, "peak": MATRIX_RATE}], weight_decay=0.01),
         torch.optim.AdamW(
@@ -332,12 +246,11 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for the result")
-    parser.add_argument("--minutes", type=float, default=28, help="time to train (default 28)")
+    parser.add_argument("--minutes", type=float, default=24, help="time to train (default 24)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and rows (default 0)")
-    parser.add_argument("--steps", type=int, help="of each phase, however long they take")
-    parser.add_argument("--resume", type=Path, metavar="FOLDER", help="an earlier run's result")
+    parser.add_argument("--steps", type=int, help="train so many steps, however long it takes")
     parsed = parser.parse_args(arguments)
-    train(parsed.out, parsed.minutes, parsed.seed, parsed.steps, parsed.resume)
+    train(parsed.out, parsed.minutes, parsed.seed, parsed.steps)
     return 0
 
 
