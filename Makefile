@@ -17,10 +17,7 @@ NEXT := $(abspath $(VENV))/next-vllm
 # xFormers, and a Triton that still has the block pointers which its kernels are written with.
 XFORMERS := $(abspath $(VENV))/xformers
 
-# Two processes, each with a core of its own (tests/conftest.py): an engine of a tiny model is Python
-# for the most part, and has no use for a second one. A GPU they would have to share.
-TWICE := $(if $(wildcard /dev/nvidia0),,-n 2 --dist loadfile)
-
+# Engines beside each other fight for the cores.
 .NOTPARALLEL:
 .PHONY: setup demo test lint test-unit test-v1 test-v2 test-next test-xformers gpu-test clean
 
@@ -65,13 +62,13 @@ lint: setup
 	@cd .mypy_cache/tree && $(BIN)/mypy --config-file ../../pyproject.toml --cache-dir .. -p wmtp_vllm
 
 test-unit: setup
-	@$(BIN)/pytest $(TWICE) -m "unit or gpu"
+	@$(BIN)/pytest -m "unit or gpu"
 
 test-v1: setup
-	@$(BIN)/pytest $(TWICE) -m engine
+	@$(BIN)/pytest -m engine
 
 test-v2: setup
-	@PYTHONPATH=$(INTERPRETER) $(V2) $(BIN)/pytest $(TWICE) -m v2
+	@PYTHONPATH=$(INTERPRETER) $(V2) $(BIN)/pytest -m v2
 
 $(NEXT)/.ready: tests/support/next_vllm.py | $(STAMP)
 	@echo "setup: fetching vLLM's newest release"
@@ -80,8 +77,8 @@ $(NEXT)/.ready: tests/support/next_vllm.py | $(STAMP)
 test-next: setup $(NEXT)/.ready
 	@WMTP_VLLM_033_SOURCES=$(NEXT) $(BIN)/pytest tests/unit/test_seams.py -k have_every_seam
 	@PYTHONPATH=$(NEXT) $(BIN)/wmtp check
-	@PYTHONPATH=$(NEXT) $(BIN)/pytest $(TWICE) -m "next and engine"
-	@PYTHONPATH=$(NEXT):$(INTERPRETER) $(V2) $(BIN)/pytest $(TWICE) -m "next and v2"
+	@PYTHONPATH=$(NEXT) $(BIN)/pytest -m "next and engine"
+	@PYTHONPATH=$(NEXT):$(INTERPRETER) $(V2) $(BIN)/pytest -m "next and v2"
 
 $(XFORMERS)/.ready: | $(STAMP)
 	@echo "setup: fetching xFormers"

@@ -48,7 +48,13 @@ def main() -> None:
         return generate(model)
     with tempfile.TemporaryDirectory() as folder:
         path = str(tiny_models.build("dense", f"{folder}/dense"))
-        generate(path, enforce_eager=True, max_model_len=8192, kv_cache_memory_bytes=256 << 20)
+        generate(
+            path,
+            enforce_eager=True,
+            max_model_len=8192,
+            max_num_seqs=8,  # the ring pool is sized by it
+            kv_cache_memory_bytes=256 << 20,
+        )
 
 
 # vLLM may start its engine in a process that imports this file.

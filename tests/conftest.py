@@ -19,13 +19,6 @@ os.environ |= {
     "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin make runs beside each other crawl
 }
 
-# One of several processes of pytest-xdist: a core of its own. vLLM binds the threads of an engine to the
-# cores that its process may use, and would bind those of all to the same.
-if (worker := os.environ.get("PYTEST_XDIST_WORKER")) and hasattr(os, "sched_setaffinity"):
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
-    os.environ["OMP_NUM_THREADS"] = "1"
-
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
