@@ -101,7 +101,8 @@ def compact_table_reference(
     has_last = (keep & (logical == end[:, None] - 1)).any(1)  # which is not full
     tokens = keep.sum(1, dtype=lens.dtype) * b - np.where(has_last, end * b - lens, 0)
     tokens = np.maximum(tokens, np.minimum(query_lens, lens))
-    return tuple(torch.from_numpy(a).to(block_table.device) for a in (kept, tokens))
+    device = block_table.device
+    return torch.from_numpy(kept).to(device), torch.from_numpy(tokens).to(device)
 
 
 # Not compiled anew where a size is 1 or a multiple of 16: the width changes while serving, and the

@@ -35,5 +35,8 @@ def test_a_wheel_has_all_subpackages_inside_the_package(tmp_path):
         "wmtp_vllm/attention_backends",
         "wmtp_vllm/bench",
         "wmtp_vllm/kv_manager",
+        "wmtp_vllm/planner",
+        "wmtp_vllm/planner/presets",
         "wmtp_vllm/tiny_models",
+        "wmtp_vllm/tiny_models/trained",
     }

@@ -22,8 +22,10 @@ def draw_all(results: Results, folder: Path, middle: int) -> list[Path]:
 
     """
     cells = {arm: results.cells([arm]) for arm in results.runs}
-    step_cost = {a.title: [(c.context, 1000 * c.step_cost) for c in cs] for a, cs in cells.items()}
-    win = {
+    step_cost: Lines = {
+        a.title: [(c.context, 1000 * c.step_cost) for c in cs] for a, cs in cells.items()
+    }
+    win: Lines = {
         a.title: [(c.context, 100 * w) for c in cs if (w := results.win(c)) is not None]
         for a, cs in cells.items()
     }

@@ -111,23 +111,14 @@ def study(questions: Sequence[Question]) -> list[Anatomy]:
         {"questions": [asdict(question) for question in questions]},
         child.ENVIRONMENT | ENVIRONMENT,
     )
-    return [
-        Anatomy(
-            **values
-            | {
-                "memory": Memory(**values["memory"]),
-                "target": _part(values["target"]),
-                "draft": _part(values["draft"]),
-            }
-        )
-        for values in found
-        if not _refuse(values)
-    ]
+    return [_anatomy(values) for values in found]
 
 
-def _refuse(values: dict[str, Any]) -> None:
+def _anatomy(values: dict[str, Any]) -> Anatomy:
     if "error" in values:
         raise ValueError(values["error"])
+    parts = {name: _part(values[name]) for name in ("target", "draft")}
+    return Anatomy(**values | parts | {"memory": Memory(**values["memory"])})
 
 
 def _part(values: dict[str, Any]) -> Part:

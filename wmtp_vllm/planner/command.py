@@ -209,9 +209,9 @@ def _report(plan: Plan, options: argparse.Namespace, weight_bits: float) -> list
     lines.append(f"  room for {_capacity(memory.native_capacity, memory.windowed_capacity)}")
     lines += ["", "A step, predicted (ms)  plain   native  windowed"]
     for name in ("weights", "states", "target_attention", "draft_attention", "fixed", "seconds"):
-        row = (1e3 * getattr(step, name) for step in (plan.plain, plan.native, plan.windowed))
+        costs = [1e3 * getattr(step, name) for step in (plan.plain, plan.native, plan.windowed)]
         title = "all" if name == "seconds" else name.replace("_", " ")
-        lines.append(f"  {title:20}" + "".join(f"{value:9.2f}" for value in row))
+        lines.append(f"  {title:20}" + "".join(f"{cost:9.2f}" for cost in costs))
     lines += ["", "Win (%), where it fits " + "".join(f"{f'batch {b}':>9}" for b in BATCHES)]
     for context, wins in plan.wins.items():
         row = "".join(

@@ -103,7 +103,8 @@ def _study(question: Question) -> dict[str, Any]:
 def _engine_arguments(question: Question, scratch: Path) -> dict[str, Any]:
     """Arguments for a model of which there is nothing but a `config.json`, in `scratch`."""
     config = dict(question.config)
-    arguments = {"load_format": "dummy", "skip_tokenizer_init": True} | question.engine_arguments
+    arguments: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True}
+    arguments |= question.engine_arguments
     # How weights are stored changes no layer, and many a build cannot make those of all formats. But
     # a checkpoint can also say how its KV is to be quantized.
     quantization = quantization_of(config)

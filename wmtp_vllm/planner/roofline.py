@@ -95,7 +95,7 @@ class Part:
         """One pass over `tokens` tokens: reading the weights, or computing with them."""
         params = self.dense_params + sum(e.read(tokens) for e in self.experts)
         bytes_read = params * weight_bits / 8 + self.head_params * HEAD_BITS / 8
-        active = self.dense_params + self.head_params
+        active: float = self.dense_params + self.head_params
         active += sum(e.params * e.top_k / e.experts for e in self.experts)
         reading = bytes_read / (gpu.bandwidth * STREAMING)
         return max(reading, 2 * active * tokens / (gpu.flops * COMPUTING))

@@ -34,7 +34,9 @@ def initialise(model: Transformer, rng: torch.Generator) -> None:
     code = _orthonormal(sizes.head_dim, sizes.hidden, rng)
     compared = _orthonormal(sizes.head_dim // 2, sizes.head_dim, rng) @ code
     with torch.no_grad():
-        first, second = trunk.layers[0].self_attn, trunk.layers[1].self_attn
+        first, second = (layer.self_attn for layer in trunk.layers[:2])
+        assert isinstance(first, Attention)
+        assert isinstance(second, Attention)
         _look_back(first, model.rotary.get_buffer("frequencies"))
         first.v_proj.weight[: sizes.head_dim] = code
         # What head 0 writes is the code of the previous token, in channels of its own.
