@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from vllm.triton_utils import HAS_TRITON, tl, triton
 
-from wmtp_vllm.window import Window
+from wmtp_vllm.window import Window, ceil_div
 
 
 def compact_table(
@@ -71,7 +71,7 @@ def is_compact(
     table, lens = block_table.numpy(), seq_lens.numpy()
     if window.first_window_block(int(lens.max(initial=0)) - 1) > window.sink_blocks:
         return False
-    ends = (-(-length // window.block_size) for length in lens.tolist())
+    ends = (ceil_div(length, window.block_size) for length in lens.tolist())
     return all((row[:end] >= num_null_blocks).all() for row, end in zip(table, ends, strict=True))
 
 

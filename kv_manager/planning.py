@@ -101,7 +101,7 @@ def get_kv_cache_configs(
         vllm_config,
         [without_rings(specs) for specs in kv_cache_specs],
         [
-            memory - (_pool_bytes(spec, len(ring)) + ALIGNMENT if ring else 0)
+            memory - (pool_bytes(spec, len(ring)) + ALIGNMENT if ring else 0)
             for memory, ring in zip(available_memory, rings, strict=True)
         ],
         *global_groups,
@@ -131,7 +131,7 @@ def append_ring(
     tensors = list(target.kv_cache_tensors)
     if layer_names:
         ring = planner.config_from_groups(
-            _without_block_override(vllm_config), [group], _pool_bytes(spec, len(layer_names))
+            _without_block_override(vllm_config), [group], pool_bytes(spec, len(layer_names))
         )
         assert ring.num_blocks == spec.pool_blocks, (ring.num_blocks, spec)
         ring_size = ceil_div(ring.kv_cache_tensors[0].size, ALIGNMENT) * ALIGNMENT
@@ -265,7 +265,8 @@ def _pool_blocks(vllm_config: VllmConfig, spec: RingSpec, native_num_blocks: int
     return min(wanted + cache, affordable)
 
 
-def _pool_bytes(spec: RingSpec, num_layers: int) -> int:
+def pool_bytes(spec: RingSpec, num_layers: int) -> int:
+    """What the ring pool takes, for all draft layers of a worker."""
     return spec.pool_blocks * spec.page_size_bytes * num_layers
 
 
@@ -298,7 +299,7 @@ def _log_plan(
         ),
         spec.block_size,
         spec.pool_blocks,
-        _pool_bytes(spec, num_layers) / 2**20,
+        pool_bytes(spec, num_layers) / 2**20,
         min(p.num_blocks for p in native) * spec.native.page_size_bytes * num_layers / 2**20,
         f"{tokens:,}",
         f"{native_tokens:,}",

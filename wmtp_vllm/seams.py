@@ -142,6 +142,19 @@ SEAMS = (
         "vllm_config prefix model_class model_config",
     ),
     _same(
+        "update_block_size_for_backend",
+        "called",
+        "vllm.platforms.interface:Platform.update_block_size_for_backend",
+        "vllm_config",
+    ),
+    _same(
+        "select_unquantized_moe_backend",
+        "called",
+        "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:"
+        "select_unquantized_moe_backend",
+        "moe_config",
+    ),
+    _same(
         "resolve_kv_cache_dtype_string",
         "called",
         "vllm.utils.torch_utils:resolve_kv_cache_dtype_string",

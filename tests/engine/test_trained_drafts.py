@@ -24,11 +24,14 @@ ENGINE = {"max_model_len": 4096, "max_num_batched_tokens": 2048}
 KINDS = ("text", "copy")
 
 
-def prompts(kind: str) -> list[list[int]]:
+def made(kind: str) -> list[heldout.Prompt]:
     """Of a copy the source is some 600 tokens back."""
     distance = None if kind == "text" else 1100
-    made = [heldout.make(kind, 1600, seed, distance).prompt for seed in range(8)]
-    return [tokenizer().encode(prompt).ids for prompt in made]
+    return [heldout.make(kind, 1600, seed, distance) for seed in range(8)]
+
+
+def prompts(kind: str) -> list[list[int]]:
+    return [tokenizer().encode(asked.prompt).ids for asked in made(kind)]
 
 
 def run(model: str, speculative: dict | None) -> tuple[dict, dict]:
@@ -74,6 +77,21 @@ def native_lengths(tiny_model, plain) -> dict:
     answers, lengths = run(tiny_model("trained"), native(K))
     assert answers == plain
     return lengths
+
+
+@torch.no_grad()
+def test_the_target_repeats_a_passage_from_far_back_token_by_token(torch_model):
+    """Given the right tokens so far; left to itself it strays to another place where they stand."""
+    right = asked = 0
+    for recall in made("copy"):
+        start = len(tokenizer().encode(recall.prompt).ids)
+        tokens = torch.tensor([tokenizer().encode(recall.prompt + recall.answer).ids])
+        logits, _ = torch_model.target(tokens[:, :-1], torch.arange(tokens.shape[1] - 1)[None])
+        said = logits[0, start - 1 :].argmax(-1)
+        right += int((said == tokens[0, start:]).sum())
+        asked += len(said)
+    print(f"copied: {right} of {asked} tokens", end=" ")
+    assert right > 0.95 * asked
 
 
 def test_native_acceptance_on_text_that_it_has_not_seen(native_lengths):

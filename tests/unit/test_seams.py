@@ -376,7 +376,10 @@ def parameters_in_source(folder: Path, place: str) -> tuple[str, ...]:
         return tuple(ast.unparse(field.target) for field in fields)
     assert isinstance(found, ast.FunctionDef)
     taken = found.args
-    return tuple(arg.arg for arg in [*taken.posonlyargs, *taken.args, *taken.kwonlyargs])
+    names = tuple(arg.arg for arg in [*taken.posonlyargs, *taken.args, *taken.kwonlyargs])
+    # A class method is bound when it is looked up, and its signature then without the class.
+    is_bound = "classmethod" in map(ast.unparse, found.decorator_list)
+    return names[1:] if is_bound else names
 
 
 def _defined(owner: Any, name: str) -> ast.AST:

@@ -45,6 +45,11 @@ class Memory:
     windowed_capacity: int | None
 
     @property
+    def room(self) -> int:
+        """Tokens that there is room for at most, with either method."""
+        return max(self.native_capacity or 0, self.windowed_capacity or 0)
+
+    @property
     def tax(self) -> float:
         """The draft's share of the KV that grows with the context."""
         return self.draft / (self.draft + self.target)

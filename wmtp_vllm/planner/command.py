@@ -215,17 +215,11 @@ def _report(plan: Plan, options: argparse.Namespace, weight_bits: float) -> list
     lines += ["", "Win (%), where it fits " + "".join(f"{f'batch {b}':>9}" for b in BATCHES)]
     for context, wins in plan.wins.items():
         row = "".join(
-            f"{100 * wins[b]:9.1f}" if _fits(plan, context, b) else f"{'-':>9}" for b in BATCHES
+            f"{100 * wins[b]:9.1f}" if context * b <= memory.room else f"{'-':>9}" for b in BATCHES
         )
         lines.append(f"  {context:>9,} tokens    {row}")
     lines += ["", *advice(plan)]
     return lines
-
-
-def _fits(plan: Plan, context: int, batch: int) -> bool:
-    memory = plan.anatomy.memory
-    room = max(memory.native_capacity or 0, memory.windowed_capacity or 0)
-    return context * batch <= room
 
 
 def _layers(part: Part) -> str:

@@ -211,7 +211,8 @@ def _take_apart(
             experts[module.global_num_experts, module.top_k] += weights
     model = _language_model(model)
     vocabulary = _vocabulary(model)
-    head = _numel(w for w in vocabulary if w is not _embedding(model)) or _numel(vocabulary)
+    # Where the embeddings serve as the head there may be no module of its class.
+    head = _numel(_vocabulary(model, only_head=True)) or _numel(vocabulary)
     dense = _numel(model.parameters()) - _numel(vocabulary) - sum(experts.values())
     return Part(
         layers=_num_layers(model) or len(names),
@@ -257,22 +258,16 @@ def _language_model(model: Any) -> Any:
     return found() if found else model
 
 
-def _vocabulary(model: Any) -> list[Any]:
-    """Weights of embeddings and output head; one where they are tied."""
-    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-
-    modules = (m for m in model.modules() if isinstance(m, VocabParallelEmbedding))
-    return list({id(m.weight): m.weight for m in modules}.values())
-
-
-def _embedding(model: Any) -> Any:
+def _vocabulary(model: Any, only_head: bool = False) -> list[Any]:
+    """Weights of embeddings and output head, one where they are tied; or of the head's class alone."""
     from vllm.model_executor.layers.vocab_parallel_embedding import (
         ParallelLMHead,
         VocabParallelEmbedding,
     )
 
-    modules = (m for m in model.modules() if isinstance(m, VocabParallelEmbedding))
-    return next((m.weight for m in modules if not isinstance(m, ParallelLMHead)), None)
+    kind = ParallelLMHead if only_head else VocabParallelEmbedding
+    modules = (m for m in model.modules() if isinstance(m, kind))
+    return list({id(m.weight): m.weight for m in modules}.values())
 
 
 def _numel(weights: Iterable[Any]) -> int:
@@ -305,14 +300,13 @@ def _capacity(vllm_config: Any, plan: Any) -> int | None:
 
 
 def _ring_pool(plan: Any) -> float:
-    """Bytes of the ring's tensors."""
+    """Bytes of the ring pool in a plan."""
+    from wmtp_vllm.kv_manager.planning import pool_bytes
     from wmtp_vllm.kv_manager.spec import RingSpec
 
     return float(
         sum(
-            group.kv_cache_spec.pool_blocks
-            * group.kv_cache_spec.page_size_bytes
-            * len(group.layer_names)
+            pool_bytes(group.kv_cache_spec, len(group.layer_names))
             for group in plan.kv_cache_groups
             if isinstance(group.kv_cache_spec, RingSpec)
         )

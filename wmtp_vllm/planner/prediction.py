@@ -136,10 +136,10 @@ def _on_room(plan: Plan) -> list[str]:
     memory, load = plan.anatomy.memory, plan.load
     asked = load.batch * load.context
     native, windowed = memory.native_capacity or 0, memory.windowed_capacity or 0
-    if asked > max(native, windowed):
+    if asked > memory.room:
         return [
             f"{load.batch} x {load.context:,} tokens do not fit at once: there is room for "
-            f"{max(native, windowed):,}."
+            f"{memory.room:,}."
         ]
     if windowed and asked > native:
         return [f"It fits with windowed MTP only: native MTP has room for {native:,} tokens."]
