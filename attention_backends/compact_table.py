@@ -1,7 +1,7 @@
 """The compact table: each request's kept blocks, listed in order with the gap cut out.
 
-Two forms that agree bit for bit: `compact_table_reference`, in NumPy, which is what runs on a CPU
-(torch takes four times as long for it, and it is made at every draft step), and one Triton kernel, one
+Two forms that agree bit for bit: `compact_table_reference`, a loop in NumPy, which is what runs on a
+CPU (it is made at every draft step, and torch takes ten times as long), and one Triton kernel, one
 program a request, whose work is proportional to the kept blocks whatever the context. The kernel
 never synchronises with the host, reads lengths and tables from persistent device tensors and writes
 persistent ones, and so can be recorded in a CUDA graph. The rule itself is
@@ -85,24 +85,18 @@ def compact_table_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same in NumPy; returns the table [num_reqs, width] and the lengths [num_reqs]."""
     table, lens, starts = (t.cpu().numpy() for t in (block_table, seq_lens, query_start_loc))
-    num_reqs, max_blocks = table.shape
     b, sink = window.block_size, window.sink_blocks
-    query_lens = starts[1 : num_reqs + 1] - starts[:num_reqs]
-    end = (lens + b - 1) // b
-    first = np.maximum((lens - query_lens - window.size + 1) // b, sink)
-
-    column = np.arange(width, dtype=lens.dtype)
-    logical = np.where(column < sink, column, first[:, None] + column - sink)
-    rows = np.arange(num_reqs)[:, None]
-    ids = table[rows, np.minimum(logical, max_blocks - 1)]
-    keep = (logical < end[:, None]) & (ids >= num_null_blocks)
-    order = np.argsort(~keep, axis=1, kind="stable")
-    kept = np.where(keep, ids, 0)[rows, order]
-    has_last = (keep & (logical == end[:, None] - 1)).any(1)  # which is not full
-    tokens = keep.sum(1, dtype=lens.dtype) * b - np.where(has_last, end * b - lens, 0)
-    tokens = np.maximum(tokens, np.minimum(query_lens, lens))
-    device = block_table.device
-    return torch.from_numpy(kept).to(device), torch.from_numpy(tokens).to(device)
+    compact, tokens = np.zeros((len(table), width), table.dtype), np.zeros(len(table), lens.dtype)
+    bounds = starts.tolist()
+    for row, length in enumerate(lens.tolist()):
+        query_len, end = bounds[row + 1] - bounds[row], ceil_div(length, b)
+        first = window.first_window_block(length - query_len)
+        ids = np.concatenate((table[row, : min(sink, end)], table[row, first:end]))
+        kept = ids[ids >= num_null_blocks]
+        compact[row, : len(kept)] = kept
+        unfilled = end * b - length if end and table[row, end - 1] >= num_null_blocks else 0
+        tokens[row] = max(len(kept) * b - unfilled, min(query_len, length))
+    return tuple(torch.from_numpy(made).to(block_table.device) for made in (compact, tokens))
 
 
 # Not compiled anew where a size is 1 or a multiple of 16: the width changes while serving, and the

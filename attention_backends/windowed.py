@@ -43,6 +43,9 @@ NOT_OVER_A_RING = {
 }
 """Supported backends that read vLLM's full draft KV only, and why."""
 
+LENGTHS_ARE_ON_HOST = not HAS_TRITON
+"""Whether lengths and tables can be looked at without waiting for a device."""
+
 
 def name_of(native: type[AttentionBackend]) -> str:
     """The name in vLLM's registry: ROCM_AITER_FA calls itself FLASH_ATTN."""
@@ -158,8 +161,8 @@ class Compactor:
         window = self.window
         num_reqs = logical.num_reqs
         rows, lengths = logical.block_table_tensor[:num_reqs], logical.seq_lens[:num_reqs]
-        if not HAS_TRITON and is_compact(rows, lengths, window, self.num_null_blocks):
-            return logical  # a look at the host's memory; on a GPU it would wait for the device
+        if LENGTHS_ARE_ON_HOST and is_compact(rows, lengths, window, self.num_null_blocks):
+            return logical
         width = min(
             window.max_kept_blocks(logical.max_query_len),
             logical.block_table_tensor.shape[1],
@@ -182,7 +185,9 @@ class Compactor:
             block_table_tensor=table,
             seq_lens=lens,
             max_seq_len=min(logical.max_seq_len, window.max_compact_length(logical.max_query_len)),
-            seq_lens_cpu_upper_bound=self._cpu_upper_bound(logical),
+            seq_lens_cpu_upper_bound=lens
+            if LENGTHS_ARE_ON_HOST
+            else self._cpu_upper_bound(logical),
             _num_computed_tokens_cache=None,
         )
 

@@ -31,7 +31,7 @@ STATES = 60 if HAS_TRITON else 500
 @pytest.fixture(autouse=True)
 def on_a_device(monkeypatch):
     """Where there are graphs nobody looks whether there is anything to leave out."""
-    monkeypatch.setattr(windowed, "is_compact", lambda *_: False)
+    monkeypatch.setattr(windowed, "LENGTHS_ARE_ON_HOST", False)
 
 
 @dataclass
