@@ -2,18 +2,21 @@
 
 `speculative_config={"method": "windowed_mtp", ...}` becomes vLLM's `method: "mtp"` before
 `SpeculativeConfig` is built, because many branches of vLLM (asynchronous scheduling, block hashing,
-grouping) key on that name. The plugin's own keys travel in `additional_config`, vLLM's public field
-for plugins, which reaches every process of an engine.
+grouping) key on that name; `windowed_eagle3` and the others likewise. The plugin's own keys travel in
+`additional_config`, vLLM's public field for plugins, which reaches every process of an engine.
 """
 
 import dataclasses
 import difflib
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 METHOD = "windowed_mtp"
+Method = Literal["windowed_mtp", "windowed_eagle", "windowed_eagle3", "windowed_draft_model"]
+METHODS: tuple[Method, ...] = get_args(Method)
+"""Each is vLLM's method of the same name without `windowed_`, whose draft reads a window."""
 
 
 class WindowedMTPConfig(BaseModel):
@@ -21,6 +24,7 @@ class WindowedMTPConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
+    method: Method = METHOD
     draft_window_size: int = Field(default=4032, ge=1)
     """W: most recent tokens that the draft attends to."""
     draft_sink_size: int = Field(default=64, ge=0)
@@ -36,6 +40,11 @@ class WindowedMTPConfig(BaseModel):
     all."""
     draft_attention_backend: Literal["native", "xformers"] = "native"
     """What computes the draft's attention: the backend that vLLM chose for it, or xFormers."""
+
+    @property
+    def native_method(self) -> str:
+        """vLLM's own method for the same draft."""
+        return self.method.removeprefix("windowed_")
 
 
 class Selection(dict[str, Any]):
@@ -104,21 +113,21 @@ def split_keys(
     """The plugin's keys, validated, and the rest, which is vLLM's own.
 
     Args:
-        speculative_config: the user's dictionary, with `method: "windowed_mtp"`.
+        speculative_config: the user's dictionary, with one of `METHODS`.
         vllm_config_class: vLLM's `SpeculativeConfig`, for the names of its keys.
 
     Raises:
         ValueError: a key that neither knows, or a value that its key does not take.
 
     """
-    own = WindowedMTPConfig.model_fields.keys()
+    own = WindowedMTPConfig.model_fields
     vllm = {field.name for field in dataclasses.fields(vllm_config_class)}
-    for key in speculative_config.keys() - own - vllm:
+    for key in speculative_config.keys() - own.keys() - vllm:
         close = difflib.get_close_matches(key, [*own, *vllm], n=1, cutoff=0.5)
         hint = f"Did you mean {close[0]!r}? " if close else ""
         raise ValueError(
             f"speculative_config has the key {key!r}, which {METHOD} does not know. {hint}"
-            f"Its own keys are {', '.join(own)}; the others are vLLM's."
+            f"Its own keys are {', '.join(name for name in own if name != 'method')}; the others are vLLM's."
         )
     try:
         config = WindowedMTPConfig(**{k: v for k, v in speculative_config.items() if k in own})
@@ -133,4 +142,4 @@ def split_keys(
             'draft_attention_backend "native" or "xformers".'
         ) from None
     rest = {k: v for k, v in speculative_config.items() if k not in own}
-    return config, rest | {"method": "mtp"}
+    return config, rest | {"method": config.native_method}

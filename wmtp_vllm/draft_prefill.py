@@ -44,6 +44,10 @@ def may_skip(
             "under data parallelism every rank must run the draft alike",
         ),
         (
+            config.native_method == "draft_model",
+            "a model of its own is given more tokens than the target's",
+        ),
+        (
             config.draft_window_size <= vllm_config.speculative_config.num_speculative_tokens,
             "its window is smaller than a step",
         ),
@@ -204,6 +208,7 @@ class SkippingV2(Skipping):
         attn_metadata: Any,
         slot_mappings: Any,
         last_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
@@ -219,7 +224,13 @@ class SkippingV2(Skipping):
             self.count(input_batch.num_tokens, rows)
         if rows is None:
             return self.propose(
-                input_batch, attn_metadata, slot_mappings, last_hidden_states, *args, **kwargs
+                input_batch,
+                attn_metadata,
+                slot_mappings,
+                last_hidden_states,
+                aux_hidden_states,
+                *args,
+                **kwargs,
             )
         if not len(rows.kept):
             return self.proposer.draft_tokens[: input_batch.num_reqs]
@@ -233,6 +244,7 @@ class SkippingV2(Skipping):
             self._metadata(reduced, slots),
             dict.fromkeys(self.proposer.draft_attn_layer_names, slots[self._group]),
             last_hidden_states[kept],
+            aux_hidden_states and [states[kept] for states in aux_hidden_states],
             *args,
             **kwargs,
         )

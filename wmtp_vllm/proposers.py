@@ -1,6 +1,7 @@
 """The two proposers, V1's and V2's: vLLM's own, with the draft's attention layers re-equipped.
 
-Both runners load the model's own MTP head and then know the names of its attention layers. There,
+Both runners load the draft (the model's own MTP head, or an EAGLE head or small model beside it) and
+then know the names of its attention layers. There,
 each layer gets a windowed attention backend and, with `draft_kv_cache: "ring"`, a ring spec; and the
 proposer leaves out the prompt tokens whose draft KV nobody will read. Nothing else of the proposers
 changes, neither of vLLM's V1 `SpecDecodeBaseProposer` nor of its V2 `DraftModelSpeculator`.
@@ -14,9 +15,14 @@ from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.v1.attention.backend import AttentionBackend
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 
 from wmtp_vllm import draft_prefill
 from wmtp_vllm.attention_backends.windowed import windowed_backend
@@ -25,8 +31,10 @@ from wmtp_vllm.kv_manager.spec import RingSpec
 
 logger = init_logger("vllm.wmtp_vllm.proposers")
 
-ring_layers: weakref.WeakSet[Attention] = weakref.WeakSet()
+ring_layers: weakref.WeakSet[Attention | MLAAttention] = weakref.WeakSet()
 """The draft layers of this process whose KV is in a ring."""
+
+HANDLED_SPECS = (FullAttentionSpec, SlidingWindowSpec, MLAAttentionSpec)
 
 
 def equip_v1(proposer: Any) -> None:
@@ -74,19 +82,22 @@ def _equip_layer(
 ) -> None:
     layer = vllm_config.compilation_config.static_forward_context[name]
     native_spec = layer.get_kv_cache_spec(vllm_config)
-    if not isinstance(layer, Attention) or type(native_spec) not in (
-        FullAttentionSpec,
-        SlidingWindowSpec,
+    if (
+        not isinstance(layer, (Attention, MLAAttention))
+        or type(native_spec) not in HANDLED_SPECS
+        or getattr(layer, "indexer", None) is not None
     ):
         raise ValueError(
-            f"windowed_mtp does not handle the attention of the draft layer {name}: a "
-            f"{type(layer).__name__} with a {type(native_spec).__name__}. It handles full and "
-            'sliding-window attention with keys and values of its own. Use method "mtp".'
+            f"{config.method} does not handle the attention of the draft layer {name}: a "
+            f"{type(layer).__name__} with a {type(native_spec).__name__}. It handles full, "
+            "sliding-window and multi-head latent attention (MLA) with a KV cache of its own and no "
+            f'indexer. Use method "{config.native_method}".'
         )
     if getattr(getattr(layer, "impl", None), "alibi_slopes", None) is not None:
         raise ValueError(
-            f"windowed_mtp does not handle ALiBi, whose biases are distances that the compact table "
-            f'does not keep; found it in the draft layer {name}. Use method "mtp".'
+            f"{config.method} does not handle ALiBi, whose biases are distances that the compact "
+            f"table does not keep; found it in the draft layer {name}. Use method "
+            f'"{config.native_method}".'
         )
     window, sink = config.draft_window_size, config.draft_sink_size
     if layer.sliding_window is not None:
@@ -99,6 +110,11 @@ def _equip_layer(
         window, sink = min(window, layer.sliding_window), 0
 
     native_backend = layer.attn_backend
+    speculative_config = vllm_config.speculative_config
+    k = speculative_config.num_speculative_tokens
+    # Modules in a row run again on up to K - 1 tokens before the first new one, since what they made
+    # of these was from drafts; the ring still holds the windows of those.
+    held = window + (k - 1 if speculative_config.use_multi_module_mtp() else 0)
     is_ring = config.draft_kv_cache == "ring"
     layer.attn_backend = windowed_backend(native_backend, window, sink, 1 if is_ring else 0)
     if is_ring:
@@ -106,9 +122,9 @@ def _equip_layer(
             _ring_spec,
             layer.get_kv_cache_spec,
             native_backend,
-            window=window,
+            window=held,
             sink=sink,
-            num_speculative_tokens=vllm_config.speculative_config.num_speculative_tokens,
+            num_speculative_tokens=k,
             skips_unread=skips_unread,
             cache_blocks=config.draft_ring_cache_blocks,
         )

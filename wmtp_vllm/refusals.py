@@ -15,7 +15,8 @@ from wmtp_vllm.config import METHOD, WindowedMTPConfig
 
 logger = init_logger("vllm.wmtp_vllm.refusals")
 
-UNQUANTIZED_KV = ("auto", "float16", "bfloat16", "float32")
+KV_DTYPES = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2")
+"""Types of KV that are stored token by token, with scales that are the layer's."""
 
 
 def before_config(
@@ -33,10 +34,16 @@ def before_config(
         ValueError: one of the reasons.
 
     """
+    method, native = config.method, config.native_method
     if vllm_keys.get("num_speculative_tokens") is None:
         raise ValueError(
-            f"speculative_config of {METHOD} has no num_speculative_tokens (K, the tokens to draft a "
+            f"speculative_config of {method} has no num_speculative_tokens (K, the tokens to draft a "
             "step). Give one, for example 3."
+        )
+    if method != METHOD and not vllm_keys.get("model"):
+        raise ValueError(
+            f"speculative_config of {method} has no model. Give the draft's, a path or a name of the "
+            f"hub, with the key \"model\"; only {METHOD} has its draft in the target's checkpoint."
         )
     for key, size in (
         ("decode_context_parallel_size", engine_args.decode_context_parallel_size),
@@ -44,7 +51,7 @@ def before_config(
     ):
         if size > 1:
             raise ValueError(
-                f"{METHOD} does not work with context parallelism, which spreads one request's KV "
+                f"{method} does not work with context parallelism, which spreads one request's KV "
                 f"over ranks; found {key}={size}. Set it to 1."
             )
     if config.draft_kv_cache == "ring":
@@ -57,29 +64,35 @@ def before_config(
                 else f"kv_offloading_size={offloading}"
             )
             raise ValueError(
-                f"{METHOD} cannot transfer KV while the draft's KV is in a ring, which holds no "
+                f"{method} cannot transfer KV while the draft's KV is in a ring, which holds no "
                 f'whole prefix; found {found}. Set "draft_kv_cache": "full", or remove it.'
             )
     # "auto" is what the checkpoint's quantization says.
     dtype = seams.original("resolve_kv_cache_dtype_string")(engine_args.kv_cache_dtype, target)
-    if dtype not in UNQUANTIZED_KV:
-        raise ValueError(
-            f"{METHOD} does not handle quantized KV caches yet; found kv_cache_dtype={dtype!r}"
-            f"{' in the checkpoint' if engine_args.kv_cache_dtype == 'auto' else ''}. Use the "
-            "model's own type, such as 'bfloat16', or method \"mtp\"."
-        )
+    is_own = engine_args.kv_cache_dtype == "auto"
+    for found, where in (
+        (dtype, "kv_cache_dtype of the checkpoint" if is_own else "kv_cache_dtype"),
+        (vllm_keys.get("kv_cache_dtype") or "auto", "kv_cache_dtype of the speculative config"),
+    ):
+        if found not in KV_DTYPES:
+            raise ValueError(
+                f"{method} does not handle KV that is stored with scales of its own for each token; "
+                f"found {where}={found!r}. Use one of {', '.join(KV_DTYPES)}, or method "
+                f'"{native}".'
+            )
     if vllm_keys.get("enable_adaptive_verification"):
         raise ValueError(
-            f"{METHOD} has not been tried with adaptive verification; found "
-            'enable_adaptive_verification in the speculative config. Remove it, or use method "mtp".'
+            f"{method} has not been tried with adaptive verification; found "
+            "enable_adaptive_verification in the speculative config. Remove it, or use method "
+            f'"{native}".'
         )
-    draft_dtype = vllm_keys.get("kv_cache_dtype") or "auto"
-    if draft_dtype not in UNQUANTIZED_KV:
+    if vllm_keys.get("parallel_drafting"):
         raise ValueError(
-            f"{METHOD} does not handle quantized draft KV yet; found speculative_config "
-            f'kv_cache_dtype={draft_dtype!r}. Remove it, or use method "mtp".'
+            f"{method} does not handle drafts of one pass over all K tokens, which pay for the "
+            "context once a step; found parallel_drafting in the speculative config. Remove it, or "
+            f'use method "{native}".'
         )
-    if engine_args.load_format != "dummy":
+    if method == METHOD and engine_args.load_format != "dummy":
         _refuse_without_mtp_weights(target, vllm_keys.get("model"))
 
 
@@ -91,22 +104,28 @@ def after_config(config: WindowedMTPConfig, speculative_config: Any, target: Any
 
     """
     draft = speculative_config.draft_model_config
-    if speculative_config.method != "mtp":
+    native, taken = config.native_method, speculative_config.method
+    if taken != native:
         raise ValueError(
-            f"{METHOD} needs an MTP head, but vLLM took {draft.model} for a draft of method "
-            f"{speculative_config.method!r}, by its name or its configuration. Give it a name that "
-            f"does not say {speculative_config.method!r}, or use that method."
+            f"{config.method} needs a draft of method {native!r}, but vLLM took {draft.model} for one "
+            f"of {taken!r}, by its name or its configuration. Give it a name that does not say "
+            f"{taken!r}, or use that method."
         )
     reasons = (
         (
-            draft.use_mla,
-            "multi-head latent attention (MLA)",
-            "its cache holds latents in a format of its own",
+            hasattr(draft.hf_text_config, "index_topk"),
+            "sparse attention with an indexer",
+            "it reads a bounded number of tokens already, which the indexer chooses among all",
         ),
         (
-            speculative_config.use_multi_module_mtp(),
-            "several MTP modules in a row",
-            "each would need a ring of its own",
+            speculative_config.parallel_drafting,
+            "one pass over all K tokens",
+            "it pays for the context once a step",
+        ),
+        (
+            config.draft_attention_backend == "xformers" and draft.use_mla,
+            "multi-head latent attention (MLA)",
+            'xFormers ("draft_attention_backend") has no operator for it',
         ),
         (
             speculative_config.use_gemma4_mtp(),
@@ -122,18 +141,19 @@ def after_config(config: WindowedMTPConfig, speculative_config: Any, target: Any
     for found, what, why in reasons:
         if found:
             raise ValueError(
-                f"{METHOD} does not handle the draft of {', '.join(draft.architectures)}: it has "
-                f'{what}, and {why}. Use method "mtp".'
+                f"{config.method} does not handle the draft {', '.join(draft.architectures)}: it has "
+                f'{what}, and {why}. Use method "{native}".'
             )
     reach = config.draft_window_size + config.draft_sink_size
     if reach >= target.max_model_len:
         logger.warning_once(
             "windowed_mtp: draft_window_size %d + draft_sink_size %d cover max_model_len %d, so the "
             "window never acts and nothing is gained. Lower draft_window_size, or use method "
-            '"mtp".',
+            '"%s".',
             config.draft_window_size,
             config.draft_sink_size,
             target.max_model_len,
+            native,
         )
 
 

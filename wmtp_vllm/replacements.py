@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from wmtp_vllm import seams
-from wmtp_vllm.config import METHOD, deselected
+from wmtp_vllm.config import METHODS, deselected
 
 Function = Any
 """A function of vLLM."""
@@ -19,7 +19,8 @@ def create_speculative_config(
 ) -> Any:
     # In every process, also of a vLLM that is no tested one: ask for nothing that may be missing.
     method = getattr(engine_args, "spec_method", None)
-    if (method or (engine_args.speculative_config or {}).get("method")) != METHOD:
+    method = method or (engine_args.speculative_config or {}).get("method")
+    if method not in METHODS:
         engine_args.additional_config = deselected(engine_args.additional_config)
         return original(engine_args, target_model_config, target_parallel_config)
     from wmtp_vllm import selection
@@ -33,7 +34,7 @@ def add_cli_args(original: Function, parser: Any) -> Any:
     parser = original(parser)
     for action in parser._actions:
         if "--spec-method" in action.option_strings and action.choices is not None:
-            action.choices = [*action.choices, METHOD]
+            action.choices = [*action.choices, *METHODS]
     return parser
 
 

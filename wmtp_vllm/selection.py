@@ -1,4 +1,4 @@
-"""Selecting `windowed_mtp`: make and check vLLM's speculative config, put the seams in place."""
+"""Selecting `windowed_mtp` or one of its like: make and check vLLM's speculative config, put the seams in place."""
 
 import copy
 from typing import Any
@@ -23,7 +23,7 @@ def put_in_place(config: WindowedMTPConfig) -> None:
 def create_speculative_config(
     original: Any, engine_args: Any, target_model_config: Any, target_parallel_config: Any
 ) -> Any:
-    """vLLM's method of this name on `EngineArgs`, for `method: "windowed_mtp"`.
+    """vLLM's method of this name on `EngineArgs`, for a `method` of `METHODS`.
 
     The engine arguments keep the user's dictionary, so that making a config twice works.
 
@@ -51,8 +51,11 @@ def create_speculative_config(
     try:
         speculative_config = original(normalised, target_model_config, target_parallel_config)
     except (NotImplementedError, ZeroDivisionError) as error:
+        if config.method != METHOD:
+            raise
         raise refusals.without_mtp_head(target_model_config) from error
-    draft_rope.follow_target(speculative_config, target_model_config)
+    if config.method == METHOD:
+        draft_rope.follow_target(speculative_config, target_model_config)
     refusals.after_config(config, speculative_config, target_model_config)
 
     engine_args.additional_config = {

@@ -6,6 +6,10 @@
 | hybrid    | Qwen3-Next (GDN, MoE), bfloat16  | the same, on a hybrid model                      |
 | induction | MiMo, float32                    | is right exactly when its KV has the copy source |
 | trained   | MiMo, float32                    | was trained on text, and on looking back         |
+| mla       | DeepSeek-V3 (MLA), float32       | as dense's                                       |
+| glm       | GLM-4.5, float32                 | as dense's; one or more modules in a row         |
+| llama     | Llama, float32                   | none: `eagle3` makes one, a smaller llama is one |
+| eagle3    | EAGLE-3, float32                 | is one, for a llama                              |
 
     from wmtp_vllm.tiny_models import build
     path = build("dense", "checkpoints/dense", layers=4)
@@ -28,19 +32,34 @@ from typing import Any, Literal
 
 from wmtp_vllm.tiny_models.checkpoint import FILES, Checkpoint, save
 from wmtp_vllm.tiny_models.dense import DenseOptions, dense
+from wmtp_vllm.tiny_models.forms import FormOptions, eagle3, glm, llama
 from wmtp_vllm.tiny_models.hybrid import HybridOptions, hybrid
 from wmtp_vllm.tiny_models.induction import InductionOptions, induction
+from wmtp_vllm.tiny_models.mla import MLAOptions, mla
 from wmtp_vllm.tiny_models.shipped import FOLDER, TrainedOptions, trained
 
-__all__ = ["DenseOptions", "HybridOptions", "InductionOptions", "Name", "TrainedOptions", "build"]
+__all__ = [
+    "DenseOptions",
+    "FormOptions",
+    "HybridOptions",
+    "InductionOptions",
+    "MLAOptions",
+    "Name",
+    "TrainedOptions",
+    "build",
+]
 
-Name = Literal["dense", "hybrid", "induction", "trained"]
+Name = Literal["dense", "hybrid", "induction", "trained", "mla", "glm", "llama", "eagle3"]
 
 GENERATORS: dict[str, tuple[Callable[..., Any], Callable[[Any], Checkpoint]]] = {
     "dense": (DenseOptions, dense),
     "hybrid": (HybridOptions, hybrid),
     "induction": (InductionOptions, induction),
     "trained": (TrainedOptions, trained),
+    "mla": (MLAOptions, mla),
+    "glm": (FormOptions, glm),
+    "llama": (FormOptions, llama),
+    "eagle3": (FormOptions, eagle3),
 }
 MANIFEST = "tiny_model.json"
 """File in a checkpoint that says which model, options and code made it."""
@@ -53,9 +72,9 @@ def build(name: Name, path: str | os.PathLike[str], **options: int) -> Path:
     the same time. One made with other options, or by another version of this code, is replaced.
 
     Args:
-        name: "dense", "hybrid", "induction" or "trained".
+        name: one of the table above.
         path: folder of the checkpoint; its parents are created.
-        options: fields of DenseOptions, HybridOptions or InductionOptions; "trained" has none.
+        options: fields of its options' class; "trained" has none.
 
     Returns:
         `path`, ready for vLLM's `model=`.

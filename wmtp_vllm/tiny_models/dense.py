@@ -68,7 +68,7 @@ def dense(options: DenseOptions) -> Checkpoint:
     """Make the dense model. Same options, same weights."""
     rng = torch.Generator().manual_seed(options.seed)
     pointer = Pointer.draw(rng, options.reach)
-    look_back = _pointer_attention(pointer, token_codes(KV_HEADS * HEAD_DIM, rng))
+    look_back = pointer_attention(pointer, token_codes(KV_HEADS * HEAD_DIM, rng))
     # The attention of layer 0 is the pointer; every other attention and MLP is noise.
     share = NOISE / (2 * options.layers - 1) ** 0.5
 
@@ -78,17 +78,17 @@ def dense(options: DenseOptions) -> Checkpoint:
         "lm_head.weight": pointer.unembedding(LOGIT_SCALE),
     }
     for layer in range(options.layers):
-        attention = _random_attention(rng, share) if layer else look_back
-        mlp = _random_mlp(rng, share)
+        attention = random_attention(rng, share) if layer else look_back
+        mlp = random_mlp(rng, share)
         tensors |= mimo.decoder_layer(f"model.layers.{layer}", attention, mlp)
 
-    tensors |= mimo.decoder_layer(mimo.MTP_LAYER, look_back, _random_mlp(rng, DRAFT_NOISE))
+    tensors |= mimo.decoder_layer(mimo.MTP_LAYER, look_back, random_mlp(rng, DRAFT_NOISE))
     leak = torch.randn(HIDDEN_SIZE, HIDDEN_SIZE, generator=rng) * HIDDEN_LEAK
     tensors |= mimo.mtp_entry(leak / NORM_GAIN, torch.eye(HIDDEN_SIZE) / NORM_GAIN)
     return Checkpoint(mimo.config(options.layers, options.max_position_embeddings), tensors)
 
 
-def _pointer_attention(pointer: Pointer, codes: Tensor) -> dict[str, Tensor]:
+def pointer_attention(pointer: Pointer, codes: Tensor) -> dict[str, Tensor]:
     """Attention that adds the token found; all heads look alike.
 
     The keys are biases, so that what leaks into the draft's hidden state cannot blur them.
@@ -103,7 +103,7 @@ def _pointer_attention(pointer: Pointer, codes: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _random_attention(rng: torch.Generator, deviation: float) -> dict[str, Tensor]:
+def random_attention(rng: torch.Generator, deviation: float) -> dict[str, Tensor]:
     """Attention that follows random likings, and adds at most `deviation` to a channel."""
     queries, keys = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
     scale = deviation / queries**0.5
@@ -116,7 +116,7 @@ def _random_attention(rng: torch.Generator, deviation: float) -> dict[str, Tenso
     }
 
 
-def _random_mlp(rng: torch.Generator, deviation: float) -> dict[str, Tensor]:
+def random_mlp(rng: torch.Generator, deviation: float) -> dict[str, Tensor]:
     """A gated MLP that adds about `deviation` to a channel."""
     gated = 0.6 * INTERMEDIATE_SIZE**0.5  # deviation of a random sum of silu(x) * y, x, y normal
     down = torch.randn(HIDDEN_SIZE, INTERMEDIATE_SIZE, generator=rng) * (deviation / gated)
