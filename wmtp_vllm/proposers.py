@@ -41,9 +41,10 @@ def equip_v1(proposer: Any) -> None:
     """Make V1's `SpecDecodeBaseProposer` windowed, once it has loaded its model.
 
     Raises:
-        ValueError: a layer whose kind of attention the plugin does not handle.
+        ValueError: a layer whose kind of attention the plugin does not handle; or a ring under M-RoPE.
 
     """
+    refuse_slots_by_position(proposer.vllm_config)
     if equip_layers(proposer.vllm_config, proposer._draft_attn_layer_names):
         proposer.propose = draft_prefill.SkippingV1(proposer)
 
@@ -52,6 +53,28 @@ def equip_v2(speculator: Any) -> None:
     """The same for V2's `DraftModelSpeculator`."""
     if equip_layers(speculator.vllm_config, speculator.draft_attn_layer_names):
         speculator.propose = draft_prefill.SkippingV2(speculator)
+
+
+def refuse_slots_by_position(vllm_config: VllmConfig) -> None:
+    """V1 writes what it drafts under M-RoPE to the slots of its positions, which images put behind the
+    tokens' places: in a ring these may be another request's by then.
+
+    Raises:
+        ValueError: the draft has such positions, a ring, and more than one step.
+
+    """
+    config, speculative_config = selected(vllm_config), vllm_config.speculative_config
+    if (
+        config is not None
+        and config.draft_kv_cache == "ring"
+        and speculative_config.draft_model_config.uses_mrope
+        and speculative_config.num_speculative_tokens > 1
+    ):
+        raise ValueError(
+            f"{config.method} has no ring under M-RoPE on vLLM's Model Runner V1, which writes draft "
+            "KV by position and not by place. Use Model Runner V2 (VLLM_USE_V2_MODEL_RUNNER=1), set "
+            '"draft_kv_cache": "full", or draft one token a step.'
+        )
 
 
 def equip_layers(vllm_config: VllmConfig, draft_layer_names: Collection[str]) -> bool:

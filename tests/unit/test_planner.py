@@ -22,9 +22,12 @@ SPECULATIVE = {
     "draft_window_size": 4032,
     "draft_sink_size": 64,
 }
-PARAMS = {  # billions, by the makers' model cards, without MTP heads
+PARAMS = {  # billions, by the makers' model cards, without drafts but for these' output heads
     "deepseek-v3": 671,
     "glm-4.5": 355,
+    "glm-4.7-flash": 30,
+    "llama-3.1-8b-eagle3": 8.03 + 0.13,
+    "llama-3.1-8b-with-1b": 8.03 + 0.26,
     "mimo-7b": 7.6,
     "mimo-v2-flash": 309,
     "nemotron-3-super-120b-a12b": 120.6,
@@ -33,7 +36,15 @@ PARAMS = {  # billions, by the makers' model cards, without MTP heads
     "qwen3.6-27b": 27,
     "qwen3.6-35b-a3b": 35,
 }
-DRAFT_SHARE = {"deepseek-v3": 1 / 62, "glm-4.5": 1 / 93, "mimo-7b": 1 / 37, "qwen3.6-27b": 1 / 17}
+DRAFT_SHARE = {
+    "deepseek-v3": 1 / 62,
+    "glm-4.5": 1 / 93,
+    "glm-4.7-flash": 1 / 48,
+    "llama-3.1-8b-eagle3": 1 / 33,
+    "llama-3.1-8b-with-1b": 1 / 5,
+    "mimo-7b": 1 / 37,
+    "qwen3.6-27b": 1 / 17,
+}
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +56,11 @@ def paper_anatomies() -> dict[str, Anatomy]:
 def presets() -> dict[str, Anatomy]:
     names = models.presets()
     engine = {"max_model_len": 131_072, "max_num_seqs": 1}
-    questions = [
-        Question(models.find(n).config, engine, SPECULATIVE, 1, 16, gpu_bytes=0, kv_bytes=200e9)
-        for n in names
-    ]
+    questions = []
+    for model in map(models.find, names):
+        speculative = SPECULATIVE | {"method": model.method}
+        question = Question(model.config, engine, speculative, 1, 16, gpu_bytes=0, kv_bytes=200e9)
+        questions.append(replace(question, draft_config=model.draft))
     return dict(zip(names, study(questions), strict=True))
 
 

@@ -91,6 +91,7 @@ class Question:
         weight_bits: bits a weight; embeddings and output head have 16.
         gpu_bytes: memory of a GPU for weights and KV.
         kv_bytes: memory of a GPU for KV, or None for what the weights leave of `gpu_bytes`.
+        draft_config: `config.json` of a draft that is a checkpoint of its own.
 
     """
 
@@ -101,6 +102,7 @@ class Question:
     weight_bits: float
     gpu_bytes: float
     kv_bytes: float | None = None
+    draft_config: dict[str, Any] | None = None
 
 
 def study(questions: Sequence[Question]) -> list[Anatomy]:

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from wmtp_vllm import child
-from wmtp_vllm.config import METHOD, WindowedMTPConfig
+from wmtp_vllm.config import METHODS, WindowedMTPConfig
 from wmtp_vllm.console import add_engine_arguments, natural, positive, positive_int, share
 from wmtp_vllm.planner import models
 from wmtp_vllm.planner.anatomy import Question, study
@@ -35,6 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         help=f"a folder, a config.json, a name on the hub, or one of {', '.join(models.presets())}",
+    )
+    parser.add_argument(
+        "--method", choices=METHODS, help="default: windowed_mtp, or what the preset has"
+    )
+    parser.add_argument(
+        "--draft-model", metavar="MODEL", help="of a method whose draft is a checkpoint of its own"
     )
     parser.add_argument("--gpu", choices=tuple(GPUS), default="H200", help="default: H200")
     parser.add_argument(
@@ -107,7 +113,7 @@ def main(options: argparse.Namespace) -> int:
         key = min(taken)
         sys.exit(f"wmtp plan: {key} is not for --engine-arguments: {OWN_ARGUMENTS[key]}.")
     try:
-        model = models.find(options.model)
+        model = models.find(options.model).with_draft(options.method, options.draft_model)
         weight_bits = options.weight_bits or model.weight_bits
         [anatomy] = study([_question(options, model, gpu, weight_bits)])
     except ValueError as error:
@@ -147,7 +153,7 @@ def _question(
         model.config,
         engine_arguments | options.engine_arguments,
         {
-            "method": METHOD,
+            "method": model.method,
             "num_speculative_tokens": options.k,
             "draft_window_size": options.window,
             "draft_sink_size": options.sink,
@@ -156,6 +162,7 @@ def _question(
         weight_bits,
         gpu.memory * options.gpu_memory_utilization - options.reserve * GIB,
         None if kv is None else kv * GIB,
+        model.draft,
     )
 
 

@@ -1,6 +1,6 @@
 """A model taken apart, and its KV planned, from its configuration alone.
 
-vLLM's own classes of the target and its MTP head are built without storage (PyTorch's meta device),
+vLLM's own classes of the target and its draft are built without storage (PyTorch's meta device),
 so layers, weights and KV cache specs are the real ones; then vLLM's planning, and the plugin's, run
 on the specs as they do in an engine. It takes neither weights nor a GPU. `wmtp_vllm.planner.anatomy`
 runs it in a process of its own, since a process that once selected the method keeps it.
@@ -10,7 +10,7 @@ import contextlib
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, replace
 from math import prod
 from pathlib import Path
@@ -21,6 +21,7 @@ from unittest import mock
 from pydantic import ValidationError
 
 from wmtp_vllm import child, seams
+from wmtp_vllm.config import WindowedMTPConfig
 from wmtp_vllm.planner.anatomy import Memory, Question
 from wmtp_vllm.planner.models import quantization_of
 from wmtp_vllm.planner.roofline import HEAD_BITS, Attention, Experts, Part
@@ -32,7 +33,8 @@ def _study(question: Question) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory(prefix="wmtp-plan-") as scratch:
         arguments = _engine_arguments(question, Path(scratch))
-        vllm_config, refusal = _engine_config(arguments, question.speculative_config)
+        asked = _speculative_config(question, Path(scratch))
+        vllm_config, refusal = _engine_config(arguments, asked)
         target, draft, draft_layers = _build(vllm_config)
     try:
         proposers.equip_layers(vllm_config, draft_layers)
@@ -44,12 +46,14 @@ def _study(question: Question) -> dict[str, Any]:
     target_layers = [name for name in native if name not in draft_layers]
 
     target_part = _take_apart(vllm_config, target, native, target_layers)
-    # The draft's embeddings and output head are the target's.
     draft_part = _take_apart(vllm_config, draft, native, draft_layers)
-    draft_part = replace(draft_part, head_params=target_part.head_params)
     shared = _numel(_vocabulary(target))
-    stored = _numel(target.parameters()) - shared
-    stored += _numel(draft.parameters()) - _numel(_vocabulary(draft))
+    stored = _numel(target.parameters()) - shared + _numel(draft.parameters())
+    if question.draft_config is None:  # an MTP head's embeddings and output head are the target's
+        draft_part = replace(draft_part, head_params=target_part.head_params)
+        stored -= _numel(_vocabulary(draft))
+    elif not vllm_config.speculative_config.uses_draft_model():  # an EAGLE head's embeddings are
+        stored -= _numel(_vocabulary(draft)) - _numel(_vocabulary(draft, only_head=True))
     weights = stored * question.weight_bits / 8 + shared * HEAD_BITS / 8
     kv_bytes = question.kv_bytes
     kv_bytes = question.gpu_bytes - weights if kv_bytes is None else kv_bytes
@@ -85,7 +89,6 @@ def _study(question: Question) -> dict[str, Any]:
         native_capacity=_capacity(vllm_config, native_plan),
         windowed_capacity=_capacity(vllm_config, windowed_plan),
     )
-    asked = question.speculative_config
     reads = asked["draft_window_size"] + asked["draft_sink_size"]
     return {
         "architecture": vllm_config.model_config.architecture,
@@ -98,6 +101,51 @@ def _study(question: Question) -> dict[str, Any]:
         "memory": asdict(memory),
         "refusal": refusal,
     }
+
+
+def draft_kinds(question: Question) -> dict[str, Any]:
+    """What kind of draft a model has, and why windowed MTP would refuse it, if it would."""
+    from wmtp_vllm import proposers
+
+    with tempfile.TemporaryDirectory(prefix="wmtp-plan-") as scratch:
+        arguments = _engine_arguments(question, Path(scratch))
+        asked = _speculative_config(question, Path(scratch))
+        vllm_config, refusal = _engine_config(arguments, asked)
+        _, draft, names = _build(vllm_config)
+    layers = vllm_config.compilation_config.static_forward_context
+    specs = {name: layers[name].get_kv_cache_spec(vllm_config) for name in names}
+    try:
+        proposers.equip_layers(vllm_config, names)
+    except ValueError as error:
+        refusal = refusal or str(error)
+    modules = {type(module).__name__ for module in draft.modules()}
+    positions = "RoPE" if any("Rotary" in name for name in modules) else "none"
+    if positions != "none" and vllm_config.model_config.uses_mrope:
+        positions = "M-RoPE"
+    kinds = sorted({_kind(layers[name], spec) for name, spec in specs.items()})
+    return {
+        "attention": " and ".join(kinds) or "no KV of its own",
+        "layers": len(names),
+        "token_bytes": max((_token_bytes(spec) for spec in specs.values()), default=0),
+        "positions": positions,
+        "reason": refusal,
+    }
+
+
+def _kind(layer: Any, spec: Any) -> str:
+    """An attention layer's kind, in words."""
+    name = "MLA" if hasattr(layer, "kv_lora_rank") else type(layer).__name__
+    if name == "Attention":
+        name = "full" if spec.num_kv_heads == layer.num_heads else "full, grouped queries"
+    if getattr(layer, "indexer", None) is not None:
+        name += ", sparse by an indexer"
+    if window := getattr(spec, "sliding_window", None):
+        name = name.replace("full", "sliding window") + f" ({window:,} tokens)"
+    return name
+
+
+def _token_bytes(spec: Any) -> int:
+    return int(replace(spec, block_size=1, page_size_padded=None).page_size_bytes)
 
 
 def _engine_arguments(question: Question, scratch: Path) -> dict[str, Any]:
@@ -123,6 +171,16 @@ def _engine_arguments(question: Question, scratch: Path) -> dict[str, Any]:
     return arguments | {"model": str(scratch)}
 
 
+def _speculative_config(question: Question, scratch: Path) -> dict[str, Any]:
+    """The question's; the draft, where it is a checkpoint of its own, is a `config.json` too."""
+    if question.draft_config is None:
+        return question.speculative_config
+    folder = scratch / "draft"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(question.draft_config))
+    return question.speculative_config | {"model": str(folder)}
+
+
 def _engine_config(
     arguments: dict[str, Any], speculative_config: dict[str, Any]
 ) -> tuple[Any, str]:
@@ -133,8 +191,9 @@ def _engine_config(
         args = EngineArgs(**arguments, speculative_config=speculative_config)
         config, refusal = args.create_engine_config(), ""
     except ValueError as error:
-        k = speculative_config["num_speculative_tokens"]
-        native = {"method": "mtp", "num_speculative_tokens": k}
+        own = WindowedMTPConfig.model_fields
+        native = {k: v for k, v in speculative_config.items() if k not in own}
+        native["method"] = WindowedMTPConfig(method=speculative_config["method"]).native_method
         args = EngineArgs(**arguments, speculative_config=native)
         try:
             config, refusal = args.create_engine_config(), str(error)
@@ -170,13 +229,24 @@ def _build(vllm_config: Any) -> tuple[Any, Any, list[str]]:
         with torch.device("meta"), set_default_torch_dtype(dtype), _as_if_kernels_were_there():
             target = initialize(vllm_config)
             target_layers = set(layers)
-            model_config = vllm_config.speculative_config.draft_model_config
-            draft = initialize(vllm_config, model_config=model_config)
+            draft = _draft(initialize, vllm_config)
         # As the executor does once the model is loaded.
         current_platform.update_block_size_for_backend(vllm_config)
     new = [name for name in layers if name not in target_layers]
     with_kv = [n for n in new if getattr(layers[n], "get_kv_cache_spec", None)]
     return target, draft, [n for n in with_kv if layers[n].get_kv_cache_spec(vllm_config)]
+
+
+def _draft(initialize: Callable[..., Any], vllm_config: Any) -> Any:
+    """The draft as vLLM's proposers make it."""
+    from vllm.config.utils import replace as replace_config
+
+    speculative_config = vllm_config.speculative_config
+    model_config = speculative_config.draft_model_config
+    if not speculative_config.uses_draft_model():
+        return initialize(vllm_config, model_config=model_config)
+    own = replace_config(vllm_config, quant_config=None, model_config=model_config)
+    return initialize(own, prefix="draft_model")
 
 
 def _as_if_kernels_were_there() -> contextlib.AbstractContextManager[Any]:
@@ -231,7 +301,6 @@ def _take_apart(
 
 def _attention(vllm_config: Any, name: str, spec: Any) -> Attention:
     layer = vllm_config.compilation_config.static_forward_context[name]
-    a_token = replace(spec, block_size=1, page_size_padded=None).page_size_bytes
     # Latent attention: one row of KV a token, of which the values are the front part.
     value_size = getattr(layer, "kv_lora_rank", None) or spec.head_size_v or spec.head_size
     return Attention(
@@ -240,7 +309,7 @@ def _attention(vllm_config: Any, name: str, spec: Any) -> Attention:
         kv_heads=spec.num_kv_heads,
         head_size=spec.head_size,
         value_size=value_size,
-        token_bytes=a_token,
+        token_bytes=_token_bytes(spec),
         reach=getattr(spec, "sliding_window", None),
     )
 
@@ -315,12 +384,15 @@ def _ring_pool(plan: Any) -> float:
 
 def _study_each(request: dict[str, Any]) -> list[dict[str, Any]]:
     seams.apply()
-    return [_answer(Question(**values)) for values in request["questions"]]
+    return [answer(Question(**values), _study) for values in request["questions"]]
 
 
-def _answer(question: Question) -> dict[str, Any]:
+def answer(
+    question: Question, study: Callable[[Question], dict[str, Any]]
+) -> dict[str, Any]:
+    """What `study` makes of the question, or the error that vLLM or the plugin has for it."""
     try:
-        return _study(question)
+        return study(question)
     except ValidationError as error:  # pydantic's own text names its classes and addresses
         return {"error": "; ".join(problem["msg"] for problem in error.errors())}
     except (ValueError, NotImplementedError, RuntimeError, AssertionError) as error:

@@ -1,10 +1,12 @@
 """Whose plan: a preset, a local model, its config.json, or a model of the hub."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+
+from wmtp_vllm.config import METHOD
 
 BITS = {"fp8": 8, "fbgemm_fp8": 8, "modelopt": 8, "modelopt_fp4": 4.5, "mxfp4": 4.25}
 """Bits a weight of quantization methods that have one width, scales included."""
@@ -18,12 +20,34 @@ class Model:
         name: as the user gave it.
         config: its config.json.
         source: where a preset's figures are from.
+        method: of the draft, windowed.
+        draft: config.json of the draft, where that is not the model's own head.
 
     """
 
     name: str
     config: dict[str, Any]
     source: str = ""
+    method: str = METHOD
+    draft: dict[str, Any] | None = None
+
+    def with_draft(self, method: str | None, draft: str | None) -> "Model":
+        """The model with another draft, where one is named.
+
+        Raises:
+            ValueError: there is no such draft, or it goes with no such method.
+
+        """
+        if method is None and draft is None:
+            return self
+        if (method or METHOD) != METHOD and draft is None:
+            raise ValueError(f"{method} drafts with a model of its own. Give --draft-model.")
+        if draft is not None and (method or METHOD) == METHOD:
+            raise ValueError(
+                "--draft-model is for a draft of its own. Give its --method, such as windowed_eagle3."
+            )
+        config = None if draft is None else find(draft).config
+        return replace(self, method=method or METHOD, draft=config)
 
     @property
     def weight_bits(self) -> float:
@@ -64,7 +88,7 @@ def find(name: str) -> Model:
     if name in presets():
         text = files(__package__).joinpath("presets", f"{name}.json").read_text()
         preset = json.loads(text)
-        return Model(name, preset["config"], preset["source"])
+        return Model(name, **preset)
     path = Path(name)
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
