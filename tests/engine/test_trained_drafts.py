@@ -1,4 +1,4 @@
-"""A model that has learned something: its draft is worth having, with a window too.
+"""A model that has learned something: its draft is worth having, with a window that sees enough.
 
 The plain engine also says that the model that was trained is the model that vLLM runs.
 """
@@ -25,7 +25,7 @@ KINDS = ("text", "copy")
 
 
 def made(kind: str) -> list[heldout.Prompt]:
-    """Of a copy the source is some 600 tokens back."""
+    """Of a copy the source is some 600 tokens back, and within 1,024."""
     distance = None if kind == "text" else 1100
     return [heldout.make(kind, 1600, seed, distance) for seed in range(8)]
 
@@ -94,9 +94,9 @@ def test_the_target_repeats_a_passage_from_far_back_token_by_token(torch_model):
     assert right > 0.95 * asked
 
 
-def test_native_acceptance_on_text_that_it_has_not_seen(native_lengths):
+def test_native_acceptance_on_what_it_has_not_seen(native_lengths):
     print(f"native: {native_lengths}", end=" ")
-    assert native_lengths["text"] >= 2.5
+    assert min(native_lengths.values()) >= 2.5
 
 
 def test_a_window_that_covers_the_source_is_as_good_as_none(tiny_model, plain, native_lengths):
@@ -105,11 +105,15 @@ def test_a_window_that_covers_the_source_is_as_good_as_none(tiny_model, plain, n
     assert lengths == pytest.approx(native_lengths, rel=0.1)
 
 
-def test_the_smallest_window_costs_acceptance_and_no_output(tiny_model, plain, native_lengths):
-    answers, lengths = run(tiny_model("trained"), windowed(K, 1, 0))
-    print(f"W=1: {lengths}", end=" ")
+@pytest.mark.parametrize("window", [1, 256])
+def test_a_window_short_of_the_source_costs_acceptance_and_no_output(
+    tiny_model, plain, native_lengths, window
+):
+    answers, lengths = run(tiny_model("trained"), windowed(K, window, 0))
+    print(f"W={window}: {lengths}", end=" ")
     assert answers == plain
-    assert 2 < lengths["text"] < native_lengths["text"]
+    assert lengths["text"] > 0.85 * native_lengths["text"]
+    assert lengths["copy"] < 0.8 * native_lengths["copy"]
 
 
 def test_a_draft_that_learned_nothing_is_told_by_its_acceptance(tiny_model, plain, tmp_path):

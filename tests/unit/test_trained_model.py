@@ -12,10 +12,10 @@ from wmtp_vllm.bench.workloads import Chance
 from wmtp_vllm.tiny_models import build, heldout
 from wmtp_vllm.tiny_models.checkpoint import VOCAB_SIZE, tokenizer
 from wmtp_vllm.tiny_models.shipped import FOLDER
-from wmtp_vllm.tiny_models.start import initialise
+from wmtp_vllm.tiny_models.start import LANES, initialise, lane
 from wmtp_vllm.tiny_models.tasks import TASKS
 from wmtp_vllm.tiny_models.texts import Corpus, documents, is_held_out
-from wmtp_vllm.tiny_models.training import DEPTH, Rows, losses, main
+from wmtp_vllm.tiny_models.training import DEPTH, Rows, losses, main, make_optimizers
 from wmtp_vllm.tiny_models.transformer import Sizes, Transformer
 
 pytestmark = pytest.mark.unit
@@ -149,6 +149,35 @@ class TestTraining:
         # The embeddings and the output head are both's.
         assert not any(name.startswith("model.layers.") for name in learned)
         assert any(name.startswith("model.mtp_layers.") for name in learned)
+
+    def test_lanes_hold_the_last_tokens_whatever_is_learned(self):
+        rng = torch.Generator().manual_seed(0)
+        model = Transformer(Sizes())
+        initialise(model, rng)
+        tokens = torch.randint(4, 256, (2, 65), generator=rng)
+        positions, starts = torch.arange(64).repeat(2, 1), torch.tensor([3, 20, 50])
+        before = model.model.layers[1].mlp.down_proj.weight.clone()
+        for _ in range(3):
+            found = losses(model, tokens, positions, starts)
+            (found.target + sum(found.draft)).backward()
+            for optimizer in make_optimizers(model):
+                for group in optimizer.param_groups:
+                    group["lr"] = group["peak"]
+                optimizer.step()
+                optimizer.zero_grad()
+        assert not torch.equal(before, model.model.layers[1].mlp.down_proj.weight)
+        with torch.no_grad():
+            _, hidden = model.target(tokens[:, :-1], positions)
+            own = model.model.embed_tokens(tokens)[..., lane(0)]
+            (head,) = model.model.mtp_layers
+            entered = head.enter(hidden, model.model.embed_tokens(tokens[:, 1:]), positions)
+        torch.testing.assert_close(hidden[..., lane(0)], own[:, :-1])
+        for distance in range(LANES):
+            # In the target the tokens up to its own, in the draft those up to the one after it.
+            for found, last in ((hidden, own[:, :-1]), (entered, own[:, 1:])):
+                here, there = found[:, LANES:, lane(distance)], last[:, LANES - distance :]
+                there = there[:, : here.shape[1]]
+                assert torch.cosine_similarity(here, there, dim=-1).min() > 0.97
 
     @torch.no_grad()
     def test_a_chain_reads_its_own_steps_and_of_the_rest_what_is_before_it(self, fresh):

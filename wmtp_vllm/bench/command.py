@@ -13,6 +13,7 @@ from wmtp_vllm.bench.arms import Arm, Prompt, Run, run
 from wmtp_vllm.config import METHOD
 from wmtp_vllm.console import add_model_arguments, natural, positive_int, progress
 
+ARMS = ("none", "mtp", METHOD, "full-kv")
 TINY_MODEL_ARGUMENTS = {
     "dtype": "auto",
     "enforce_eager": True,
@@ -67,6 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="kind of generated input (default: niah_multiquery; variable_tracking, which is shorter, "
         "for a tiny model)",
     )
+    parser.add_argument(
+        "--arms", nargs="+", choices=ARMS, metavar="ARM", help=f"some of {', '.join(ARMS)}; default: all"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-tokens", type=positive_int, help="tokens to generate a prompt (128)")
     parser.add_argument("--rounds", type=positive_int, help="times that every arm is run (3)")
@@ -96,6 +100,7 @@ def main(options: argparse.Namespace) -> int:
         contexts = sorted({prompt.context for prompt in wanted})
         middle = contexts[len(contexts) // 2]
         plan = _arms(depths, windows, options.sinks)
+        plan = [(arm, is_wide) for arm, is_wide in plan if _kind(arm) in (options.arms or ARMS)]
         results = report.Results()
         runs = [(number, arm, is_wide) for number in range(rounds) for arm, is_wide in plan]
         bar = progress(runs, lambda run: f"round {run[0] + 1}/{rounds}, {run[1].title}")
@@ -133,6 +138,10 @@ def _arms(depths: list[int], windows: list[int], sinks: list[int]) -> list[tuple
         if (window, sink) != (w, s)
     ]
     return [*arms, (Arm(METHOD, k, w, s, "full"), False)]
+
+
+def _kind(arm: Arm) -> str:
+    return "full-kv" if arm.kv == "full" else arm.method
 
 
 def _tiny_model(options: argparse.Namespace, scratch: Path) -> str:
@@ -188,7 +197,7 @@ def _measure_server(options: argparse.Namespace, rounds: int, max_tokens: int) -
     """One arm, what the server does."""
     from openai import OpenAIError
 
-    fixed = ("depths", "windows", "engine_arguments")
+    fixed = ("depths", "windows", "arms", "engine_arguments")
     if given := [name for name in fixed if getattr(options, name)]:
         sys.exit(
             f"wmtp bench: --base-url measures the server as it is; --{given[0].replace('_', '-')} "

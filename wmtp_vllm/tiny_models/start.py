@@ -1,26 +1,39 @@
 """The weights that training starts from, the target's and then the draft's: with a hint of how to copy.
 
-Copying takes two heads in a row: one that says which token stands before a place, and one that looks
-for the places before which the current token stands. That pair is found late in training, all at once,
-after longer than there is. So some heads start out as such a pair; what they pass on, and all else, is
-learned.
+Copying takes two heads in a row: one that says which tokens stand before a place, and one that looks
+for the places before which the last tokens stand, and names what comes there. That pair is found late
+in training, all at once, after longer than there is; by the draft, which has a single layer and the
+target's hidden states, not at all. So some channels of the hidden state are *lanes*: lane n holds the
+code of the token n places back, and nothing that is learned writes there. And one head of the target
+and one of the draft start out comparing lanes; what they compare and pass on, and all else, is learned.
 """
 
 import torch
 from torch import Tensor
 
-from wmtp_vllm.tiny_models.transformer import Attention, Head, Transformer
+from wmtp_vllm.tiny_models import rotary
+from wmtp_vllm.tiny_models.transformer import Attention, Block, Head, Transformer
 
-LOOK_BACK = (1, 2, 3)
-"""Distances, in tokens, of the first heads of the first layer. They share a KV head."""
-LOOK_BACK_SHARPNESS = 5.0
-MATCH_SHARPNESS = 2.5
+LANES, LANE_WIDTH = 4, 16
+COMPARED = LANES - 1
+"""Tokens that are compared: those before a place with the last ones, itself included."""
+LOOK_BACK_SHARPNESS = 9.0
+MATCH_SHARPNESS = 1.5
 COPY_GAIN = 4.0
 QUIET, UNEMBED = 0.2, 0.02
 
+ALL_LANES = slice(0, LANES * LANE_WIDTH)
+OTHERS = slice(LANES * LANE_WIDTH, None)
 
+
+def lane(distance: int) -> slice:
+    """Channels with the code of the token `distance` places back."""
+    return slice(distance * LANE_WIDTH, (distance + 1) * LANE_WIDTH)
+
+
+@torch.no_grad()
 def initialise(model: Transformer, rng: torch.Generator) -> None:
-    """Fill in all parameters."""
+    """Fill in all parameters, and see to it that training leaves the lanes alone."""
     for name, parameter in model.named_parameters():
         if parameter.ndim == 2:
             scale = QUIET if name.endswith(("down_proj.weight", "lm_head.weight")) else 1.0
@@ -29,28 +42,48 @@ def initialise(model: Transformer, rng: torch.Generator) -> None:
             torch.nn.init.zeros_(parameter)
     trunk, sizes = model.model, model.sizes
     torch.nn.init.normal_(trunk.embed_tokens.weight, generator=rng)
-    model.lm_head.weight.data.copy_(trunk.embed_tokens.weight * UNEMBED)
+    model.lm_head.weight.copy_(trunk.embed_tokens.weight * UNEMBED)
 
-    code = _orthonormal(sizes.head_dim, sizes.hidden, rng)
-    compared = _orthonormal(sizes.head_dim // 2, sizes.head_dim, rng) @ code
-    with torch.no_grad():
-        first, second = (layer.self_attn for layer in trunk.layers[:2])
-        assert isinstance(first, Attention)
-        assert isinstance(second, Attention)
-        _look_back(first, model.rotary.get_buffer("frequencies"))
-        first.v_proj.weight[: sizes.head_dim] = code
-        # What head 0 writes is the code of the previous token, in channels of its own.
-        written = _orthonormal(sizes.head_dim, sizes.hidden, rng).T
-        first.o_proj.weight[:, : sizes.head_dim] = written * 2
-        _match(second, compared, compared @ code.T @ written.T, code, COPY_GAIN)
+    first, second = trunk.layers[:2]
+    (head,) = trunk.mtp_layers
+    assert isinstance(first, Block)
+    assert isinstance(second, Block)
+    assert isinstance(head, Head)
+    for block in (*trunk.layers, head):
+        assert isinstance(block, Block)
+        for output in (block.self_attn.o_proj, block.mlp.down_proj):
+            _keep(output.weight, ALL_LANES)
+            output.weight[ALL_LANES] = 0
+    _look_back(first.self_attn)
 
-        # In the draft the token comes in by its embedding, the one before by the hidden state.
-        (head,) = trunk.mtp_layers
-        assert isinstance(head, Head)
-        from_hidden = _orthonormal(sizes.hidden, sizes.hidden, rng)
-        own = torch.eye(sizes.hidden)
-        head.input_proj.weight.copy_(torch.cat([from_hidden, own], dim=1))
-        _match(head.self_attn, compared, compared @ from_hidden.T, code, COPY_GAIN)
+    projections = torch.stack(
+        [_orthonormal(len(_content(sizes.head_dim)), LANE_WIDTH, rng) for _ in range(COMPARED)]
+    )
+    code = torch.zeros(sizes.head_dim, sizes.hidden)
+    code[:, OTHERS] = _orthonormal(sizes.head_dim, sizes.hidden - LANES * LANE_WIDTH, rng)
+    _match(second.self_attn, projections, code)
+
+    # In the draft the last token comes in by its embedding, those before it by the hidden state.
+    entry, own = head.input_proj.weight, torch.eye(sizes.hidden)
+    entry[:, : sizes.hidden] = _orthonormal(sizes.hidden, sizes.hidden, rng)
+    entry[:, sizes.hidden :] = own
+    entry[ALL_LANES] = 0
+    entry[lane(0), sizes.hidden :] = own[lane(0)]
+    for distance in range(1, LANES):
+        entry[lane(distance), : sizes.hidden] = own[lane(distance - 1)]
+    _keep(entry, ALL_LANES)
+    _match(head.self_attn, projections, code)
+
+
+def _keep(weight: Tensor, rows: slice) -> None:
+    """Leave these rows as they are in training."""
+
+    def mute(gradient: Tensor) -> Tensor:
+        gradient = gradient.clone()
+        gradient[rows] = 0
+        return gradient
+
+    weight.register_hook(mute)
 
 
 def _orthonormal(rows: int, columns: int, rng: torch.Generator) -> Tensor:
@@ -58,33 +91,46 @@ def _orthonormal(rows: int, columns: int, rng: torch.Generator) -> Tensor:
     return torch.nn.init.orthogonal_(made, generator=rng)
 
 
-def _look_back(attention: Attention, frequencies: Tensor) -> None:
-    """Heads that look a fixed number of tokens back, by position alone; see `rotary.py`."""
-    landmark = torch.cat([torch.ones_like(frequencies), torch.zeros_like(frequencies)])
-    size = len(landmark)
-    attention.k_proj.weight[:size] = 0
-    attention.k_proj.bias[:size] = LOOK_BACK_SHARPNESS * landmark
-    for head, distance in enumerate(LOOK_BACK):
-        angles = distance * frequencies
-        channels = slice(head * size, (head + 1) * size)
-        attention.q_proj.weight[channels] = 0
-        query = torch.cat([angles.cos(), -angles.sin()])
-        attention.q_proj.bias[channels] = LOOK_BACK_SHARPNESS * query
+def _content(head_dim: int) -> Tensor:
+    return rotary.content_channels(head_dim)
 
 
-def _match(
-    attention: Attention, sought: Tensor, offered: Tensor, code: Tensor, gain: float
-) -> None:
-    """The first head looks where what is offered equals what is sought, and copies the code there.
+def _look_back(attention: Attention) -> None:
+    """Head n looks n + 1 tokens back, by position alone, and fills a lane with what it finds there."""
+    size, own = attention.sizes.head_dim, torch.eye(attention.sizes.hidden)
+    attention.k_proj.weight.zero_()
+    attention.q_proj.weight.zero_()
+    attention.k_proj.bias.copy_(LOOK_BACK_SHARPNESS * rotary.landmark(size))
+    distances = torch.arange(1, LANES)
+    queries = rotary.look_back(distances, size).flatten()
+    attention.q_proj.bias.copy_(LOOK_BACK_SHARPNESS * queries)
+    for projection in (attention.q_proj, attention.k_proj):
+        projection.requires_grad_(False)
+    found = slice(0, LANE_WIDTH)
+    attention.v_proj.weight[found] = own[lane(0)]
+    _keep(attention.v_proj.weight, found)
+    attention.v_proj.bias.requires_grad_(False)
+    for head in range(LANES - 1):
+        columns = slice(head * size, head * size + LANE_WIDTH)
+        attention.o_proj.weight[lane(head + 1), columns] = torch.eye(LANE_WIDTH)
 
-    In the channels that turn slowest, so that it holds at a distance. Both are float32 matrices
-    [head_dim / 2, hidden], of what to compare in the query's and in the key's hidden state.
+
+def _match(attention: Attention, projections: Tensor, code: Tensor) -> None:
+    """Head 0 looks where the tokens before are the last ones here, and copies the code there.
+
+    It compares in the channels that barely turn, so that it holds at any distance.
+
+    Args:
+        attention: whose only KV head all heads share.
+        projections: [COMPARED, channels, LANE_WIDTH], of a lane into what is compared.
+        code: [head_dim, hidden], what is copied of a token.
     """
     size = attention.sizes.head_dim
-    slow = torch.cat([torch.arange(size // 4, size // 2), torch.arange(3 * size // 4, size)])
+    content = _content(size)
     attention.q_proj.weight[:size] = 0
-    attention.k_proj.weight[:size] = 0
-    attention.q_proj.weight[slow] = sought * MATCH_SHARPNESS
-    attention.k_proj.weight[slow] = offered * MATCH_SHARPNESS
-    attention.v_proj.weight[:size] = code
-    attention.o_proj.weight[:, :size] = code.T * gain
+    attention.k_proj.weight[content] = 0
+    for distance, projection in enumerate(projections):
+        attention.q_proj.weight[content, lane(distance)] = projection * MATCH_SHARPNESS
+        attention.k_proj.weight[content, lane(distance + 1)] = projection * MATCH_SHARPNESS
+    attention.v_proj.weight.copy_(code)
+    attention.o_proj.weight[OTHERS, :size] = code.T[OTHERS] * COPY_GAIN

@@ -209,7 +209,7 @@ def make_optimizers(model: Transformer) -> list[torch.optim.Optimizer]:
     matrices = [p for n, p in parameters.items() if p.ndim == 2 and not outer(n)]
     others = [p for n, p in parameters.items() if p.ndim < 2 or outer(n)]
     return [
-        torch.optim.Muon([{"params": matrices, "peak": MATRIX_RATE}], weight_decay=0.01),
+        torch.optim.Muon([{"params": matrices, "peak": MATRIX_RATE}], weight_decay=0.0),
         torch.optim.AdamW(
             [{"params": others, "peak": OTHER_RATE}], betas=(0.9, 0.95), weight_decay=0.0
         ),

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wmtp_vllm.tiny_models import mimo
+from wmtp_vllm.tiny_models import mimo, rotary
 from wmtp_vllm.tiny_models.checkpoint import VOCAB_SIZE
 
 EPS = 1e-6
@@ -22,10 +22,10 @@ class Sizes:
 
     hidden: int = 192
     layers: int = 3
-    heads: int = 6
-    kv_heads: int = 2
+    heads: int = 3
+    kv_heads: int = 1
     intermediate: int = 512
-    theta: float = 640_000.0
+    theta: float = rotary.THETA
     max_position_embeddings: int = 8192
 
     @property
