@@ -301,12 +301,13 @@ def test_tied_and_untied_embeddings_are_read_alike_and_stored_once():
     assert untied.params - tied.params == untied.target.head_params
 
 
-def test_kv_that_the_checkpoint_quantizes_is_refused_as_in_an_engine():
+def test_kv_that_the_checkpoint_quantizes_takes_half_in_draft_and_ring():
     quantization = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
     config = mimo(quantization_config=quantization)
     plain, quantized = study([ask(mimo()), ask(config)])
-    assert "kv_cache_dtype='fp8" in quantized.refusal
+    assert not quantized.refusal
     assert quantized.memory.draft == pytest.approx(plain.memory.draft / 2)
+    assert quantized.memory.ring == pytest.approx(plain.memory.ring / 2)
 
 
 def test_a_model_without_an_mtp_head_is_refused_by_that_reason():

@@ -159,34 +159,42 @@ class TestArguments:
         assert 'Set "draft_kv_cache": "full", or remove it' in str(refusal.value)
         config_of(dense, windowed(3, 128, 16, draft_kv_cache="full"), **arguments)
 
-    @pytest.mark.parametrize("dtype", ["fp8", "fp8_e4m3", "int8_per_token_head", "nvfp4"])
-    def test_quantized_kv(self, dense: str, dtype: str) -> None:
-        with pytest.raises(ValueError, match=f"quantized KV .* kv_cache_dtype={dtype!r}.*Use the"):
+    @pytest.mark.parametrize("dtype", ["int8_per_token_head", "nvfp4"])
+    def test_kv_with_scales_of_its_own(self, dense: str, dtype: str) -> None:
+        with pytest.raises(ValueError, match=f"scales .* found kv_cache_dtype={dtype!r}.*Use one"):
             config_of(dense, kv_cache_dtype=dtype)
-        with pytest.raises(
-            ValueError, match=f"quantized draft KV .* kv_cache_dtype={dtype!r}. Remove it"
-        ):
+        with pytest.raises(ValueError, match=f"of the speculative config={dtype!r}.* \"mtp\""):
             config_of(dense, windowed(3, 128, 16, kv_cache_dtype=dtype))
 
-    def test_kv_that_only_the_checkpoint_says_is_quantized(
+    def test_kv_that_only_the_checkpoint_says_has_scales_of_its_own(
         self, without_weights: Callable[..., str]
     ) -> None:
         quantization = {
             "quant_method": "modelopt",
-            "quant_algo": "FP8",
-            "kv_cache_quant_algo": "FP8",
+            "quant_algo": "NVFP4",
+            "kv_cache_quant_algo": "NVFP4",
         }
         model = without_weights(quantization_config=quantization)
-        with pytest.raises(ValueError, match="found kv_cache_dtype='fp8_e4m3' in the checkpoint"):
+        with pytest.raises(ValueError, match="found kv_cache_dtype of the checkpoint='nvfp4'"):
             config_of(model, load_format="dummy", dtype="bfloat16")
         config_of(model, load_format="dummy", dtype="bfloat16", kv_cache_dtype="bfloat16")
 
-    @pytest.mark.parametrize("dtype", ["auto", "float16", "bfloat16"])
-    def test_kv_of_another_plain_type_is_taken(self, dense: str, dtype: str) -> None:
+    @pytest.mark.parametrize("dtype", ["auto", "float16", "bfloat16", "fp8", "fp8_e5m2"])
+    def test_kv_of_another_type_is_taken(self, dense: str, dtype: str) -> None:
         config_of(dense, kv_cache_dtype=dtype)
+        config_of(dense, windowed(3, 128, 16, kv_cache_dtype=dtype))
+
+    def test_a_draft_of_its_own_has_to_be_named(self, dense: str) -> None:
+        keys = windowed(3, 128, 16) | {"method": "windowed_eagle3"}
+        with pytest.raises(ValueError, match="windowed_eagle3 has no model. Give the draft's"):
+            config_of(dense, keys)
+
+    def test_drafts_of_one_pass(self, dense: str) -> None:
+        with pytest.raises(ValueError, match="one pass over all K tokens.*found parallel_drafting"):
+            config_of(dense, windowed(3, 128, 16, parallel_drafting=True))
 
     def test_what_is_refused_here_is_left_to_mtp(self, dense: str) -> None:
-        config = config_of(dense, native(3), kv_cache_dtype="fp8", kv_offloading_size=1.0)
+        config = config_of(dense, native(3), kv_offloading_size=1.0)
         assert config.additional_config == {}
 
 
@@ -295,20 +303,22 @@ class TestWeights:
 
 
 class TestDrafts:
-    def test_latent_attention(self, without_weights: Callable[..., str]) -> None:
-        model = without_weights(**DEEPSEEK)
-        with pytest.raises(ValueError, match="the draft of DeepSeekMTPModel") as refusal:
+    def test_sparse_attention(self, without_weights: Callable[..., str]) -> None:
+        config_of(without_weights(**DEEPSEEK), load_format="dummy")
+        model = without_weights(folder="sparse", **DEEPSEEK, index_topk=64)
+        with pytest.raises(ValueError, match="the draft DeepSeekMTPModel") as refusal:
             config_of(model, load_format="dummy")
-        assert "multi-head latent attention (MLA)" in str(refusal.value)
+        assert "sparse attention with an indexer" in str(refusal.value)
+        assert "a bounded number of tokens already" in str(refusal.value)
         assert 'Use method "mtp"' in str(refusal.value)
 
-    def test_several_modules(self, without_weights: Callable[..., str]) -> None:
-        model = without_weights(num_nextn_predict_layers=2)
-        with pytest.raises(
-            ValueError, match=r"MiMoMTPModel: it has several MTP modules .* \"mtp\""
-        ):
-            config_of(model, windowed(4, 128, 16), load_format="dummy")
-        config_of(model, windowed(1, 128, 16), load_format="dummy")
+    def test_a_draft_that_vllm_takes_for_another_method(
+        self, dense: str, tiny_model: Callable[..., str], without_weights: Callable[..., str]
+    ) -> None:
+        model = without_weights("llama", folder="an-eagle3-like-one")
+        keys = {"model": model, "method": "windowed_draft_model"}
+        with pytest.raises(ValueError, match="of method 'draft_model', but .* one of 'eagle3'"):
+            config_of(tiny_model("llama"), windowed(3, 128, 16) | keys)
 
     @pytest.mark.parametrize(
         ("kind", "named"),
@@ -363,10 +373,14 @@ class FakeLayer(Attention):
         return self.spec
 
 
+class Sparse(FakeLayer):
+    indexer = object()
+
+
 ENGINE: Any = SimpleNamespace(cache_config=SimpleNamespace(prefix_match_unit=None))
 
 
-def fake_config(layers: dict[str, Any], **keys: Any) -> Any:
+def fake_config(layers: dict[str, Any], modules: int = 1, **keys: Any) -> Any:
     own = WindowedMTPConfig(**{"draft_window_size": 256, "draft_sink_size": 32} | keys)
     return SimpleNamespace(
         additional_config={METHOD: Selection(own.model_dump())},
@@ -374,7 +388,9 @@ def fake_config(layers: dict[str, Any], **keys: Any) -> Any:
             static_forward_context=layers, cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE
         ),
         parallel_config=SimpleNamespace(data_parallel_size=1, enable_eplb=False),
-        speculative_config=SimpleNamespace(num_speculative_tokens=3),
+        speculative_config=SimpleNamespace(
+            num_speculative_tokens=3, use_multi_module_mtp=lambda: modules > 1
+        ),
     )
 
 
@@ -402,6 +418,11 @@ class TestDraftLayers:
         assert (ring.window, ring.sink) == (256, 32)
         assert not warnings
 
+    def test_modules_in_a_row_hold_what_they_run_on_again(self) -> None:
+        layer = FakeLayer(FullAttentionSpec(**shape()))
+        equip(layer, modules=2)
+        assert layer.get_kv_cache_spec(ENGINE).window == 256 + 3 - 1
+
     @pytest.mark.parametrize(("own", "acts"), [(100, 100), (1000, 256)])
     def test_of_two_windows_the_smaller_wins_without_a_sink_and_warns_once(
         self, warnings: list[str], own: int, acts: int
@@ -419,19 +440,19 @@ class TestDraftLayers:
     @pytest.mark.parametrize(
         ("layer", "found"),
         [
-            (FakeLayer(MLAAttentionSpec(**shape())), "a FakeLayer with a MLAAttentionSpec"),
+            (Sparse(MLAAttentionSpec(**shape())), "a Sparse with a MLAAttentionSpec"),
             (FakeLayer(None), "a FakeLayer with a NoneType"),
             (
                 SimpleNamespace(get_kv_cache_spec=lambda _: FullAttentionSpec(**shape())),
                 "a SimpleNamespace with a FullAttentionSpec",
             ),
         ],
-        ids=["latents", "the target's KV", "no attention layer"],
+        ids=["sparse", "the target's KV", "no attention layer"],
     )
     def test_other_kinds_are_refused_by_layer_and_kind(self, layer: Any, found: str) -> None:
         with pytest.raises(ValueError, match=f"of the draft layer mtp.attn: {found}") as refusal:
             equip(layer)
-        assert "It handles full and sliding-window attention" in str(refusal.value)
+        assert "It handles full, sliding-window and multi-head latent" in str(refusal.value)
         assert 'Use method "mtp"' in str(refusal.value)
 
     def test_attention_backends_that_are_not_handled_are_named(self) -> None:
