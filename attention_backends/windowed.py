@@ -36,6 +36,10 @@ SUPPORTED_BACKENDS = (
     "ROCM_SEGMENTED_ATTN",
     "FLEX_ATTENTION",
     "CPU_MLA",
+    "CUTLASS_MLA",
+    "FLASHINFER_MLA",
+    "FLASHMLA",
+    "FLASH_ATTN_MLA",
     "TRITON_MLA",
 )
 """Native backends, by vLLM's names, whose builders read nothing but what is made compact here."""
@@ -154,6 +158,9 @@ class Compactor:
             window.max_kept_blocks(scheduler.max_num_batched_tokens),
             ceil_div(vllm_config.model_config.max_model_len, window.block_size),
         )
+        # FlashInfer's MLA kernels want whole units of 128 tokens.
+        unit = max(1, 128 // window.block_size)
+        max_width = ceil_div(max_width, unit) * unit
         # A batch padded to a captured size can have more rows than there are sequences.
         captured = vllm_config.compilation_config.max_cudagraph_capture_size or 0
         max_num_reqs = max(scheduler.max_num_seqs, captured)
