@@ -37,11 +37,8 @@ def compact_table(
 
     """
     if not HAS_TRITON:
-        table, lens = compact_table_reference(
-            block_table, seq_lens, query_start_loc, window, num_null_blocks, out_table.shape[1]
-        )
-        out_table.copy_(table)
-        out_lens.copy_(lens)
+        arrays = (t.numpy() for t in (block_table, seq_lens, query_start_loc, out_table, out_lens))
+        _compact_rows(*arrays, window, num_null_blocks)
         return
     num_reqs, width = out_table.shape
     _compact_table_kernel[(num_reqs,)](
@@ -85,18 +82,32 @@ def compact_table_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same in NumPy; returns the table [num_reqs, width] and the lengths [num_reqs]."""
     table, lens, starts = (t.cpu().numpy() for t in (block_table, seq_lens, query_start_loc))
+    compact, tokens = np.empty((len(table), width), table.dtype), np.empty_like(lens)
+    _compact_rows(table, lens, starts, compact, tokens, window, num_null_blocks)
+    device = block_table.device
+    return torch.from_numpy(compact).to(device), torch.from_numpy(tokens).to(device)
+
+
+def _compact_rows(
+    table: np.ndarray,
+    lens: np.ndarray,
+    starts: np.ndarray,
+    out_table: np.ndarray,
+    out_lens: np.ndarray,
+    window: Window,
+    num_null_blocks: int,
+) -> None:
     b, sink = window.block_size, window.sink_blocks
-    compact, tokens = np.zeros((len(table), width), table.dtype), np.zeros(len(table), lens.dtype)
     bounds = starts.tolist()
     for row, length in enumerate(lens.tolist()):
         query_len, end = bounds[row + 1] - bounds[row], ceil_div(length, b)
         first = window.first_window_block(length - query_len)
         ids = np.concatenate((table[row, : min(sink, end)], table[row, first:end]))
         kept = ids[ids >= num_null_blocks]
-        compact[row, : len(kept)] = kept
+        out_table[row, : len(kept)] = kept
+        out_table[row, len(kept) :] = 0
         unfilled = end * b - length if end and table[row, end - 1] >= num_null_blocks else 0
-        tokens[row] = max(len(kept) * b - unfilled, min(query_len, length))
-    return tuple(torch.from_numpy(made).to(block_table.device) for made in (compact, tokens))
+        out_lens[row] = max(len(kept) * b - unfilled, min(query_len, length))
 
 
 # Not compiled anew where a size is 1 or a multiple of 16: the width changes while serving, and the

@@ -125,6 +125,7 @@ def windowed_backend(
         def build_for_drafting(
             self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
         ) -> Any:
+            self.compactor.is_further_step = draft_index > 1
             if native_builder.build_for_drafting is AttentionMetadataBuilder.build_for_drafting:
                 return super().build_for_drafting(common_attn_metadata, draft_index)  # by build()
             # ROCM_AITER_FA's passes build() by.
@@ -154,6 +155,9 @@ class Compactor:
         self.longest_decode: int | None = None
         """Most queries of a request up to which the host's lengths may be bounds; None for any. MLA
         plans the earlier tokens of a prompt's chunk on the host, from lengths that it takes for exact."""
+        self.is_further_step = False
+        """Whether the next call is for the batch of the last one, a draft step later."""
+        self._lengths: list[int] | None = None
         max_width = min(
             window.max_kept_blocks(scheduler.max_num_batched_tokens),
             ceil_div(vllm_config.model_config.max_model_len, window.block_size),
@@ -173,29 +177,41 @@ class Compactor:
         The result is valid until the next call: both write the same buffers. Where there is nothing to
         leave out it is `logical` itself.
         """
-        window = self.window
-        num_reqs = logical.num_reqs
+        window, num_reqs = self.window, logical.num_reqs
         rows, lengths = logical.block_table_tensor[:num_reqs], logical.seq_lens[:num_reqs]
-        if LENGTHS_ARE_ON_HOST and is_compact(rows, lengths, window, self.num_null_blocks):
-            return logical
-        width = min(
-            window.max_kept_blocks(logical.max_query_len),
-            logical.block_table_tensor.shape[1],
-            self.table.shape[1],
-        )
         # Whole rows: a captured graph reads them by their distance at capture, and FlashInfer's and
-        # ROCm's kernels take that for the width. Beyond `width` lie leavings, as in vLLM's own rows.
-        table = self.table[:num_reqs]
-        lens = self.lens[:num_reqs]
-        compact_table(
-            rows,
-            lengths,
-            logical.query_start_loc,
-            window,
-            self.num_null_blocks,
-            table[:, :width],
-            lens,
-        )
+        # ROCm's kernels take that for the width. Beyond what is used lie leavings, as in vLLM's.
+        table, lens = self.table[:num_reqs], self.lens[:num_reqs]
+        is_further_step, self.is_further_step = self.is_further_step, False
+        if LENGTHS_ARE_ON_HOST and is_further_step and self._is_a_token_later(lengths.tolist()):
+            lens += 1
+        else:
+            self._lengths = None
+            may_be_compact = (
+                window.first_window_block(logical.max_seq_len - 1) == window.sink_blocks
+            )
+            if (
+                LENGTHS_ARE_ON_HOST
+                and may_be_compact
+                and is_compact(rows, lengths, window, self.num_null_blocks)
+            ):
+                return logical
+            width = min(
+                window.max_kept_blocks(logical.max_query_len),
+                logical.block_table_tensor.shape[1],
+                self.table.shape[1],
+            )
+            compact_table(
+                rows,
+                lengths,
+                logical.query_start_loc,
+                window,
+                self.num_null_blocks,
+                table[:, :width],
+                lens,
+            )
+        if LENGTHS_ARE_ON_HOST:
+            self._lengths = lengths.tolist()
         return logical.replace(
             block_table_tensor=table,
             seq_lens=lens,
@@ -217,6 +233,22 @@ class Compactor:
                 # Which blocks are held only the device knows: this waits for it, while prompts are read.
                 return lens.cpu()
         return self._cpu_upper_bound(logical)
+
+    def _is_a_token_later(self, lengths: list[int]) -> bool:
+        """Whether each request keeps the blocks of the last call and has one token more.
+
+        Of a draft's steps few begin a block or leave one behind, and on a CPU making the table again is
+        some hundredths of a tiny model's step.
+        """
+        b, size = self.window.block_size, self.window.size
+        return (
+            self._lengths is not None
+            and len(lengths) == len(self._lengths)
+            and all(
+                length == before + 1 and (length - 1) % b and (length - size) % b
+                for length, before in zip(lengths, self._lengths, strict=True)
+            )
+        )
 
     def _cpu_upper_bound(self, logical: CommonAttentionMetadata) -> torch.Tensor | None:
         """The host's bound on the compact lengths: of the logical ones, and of the kept blocks."""

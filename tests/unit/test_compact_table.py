@@ -1,18 +1,21 @@
 """The compact table in torch (and, in the V2 process, in Triton) against the naive definition."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.triton_utils import HAS_TRITON
+from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from wmtp_vllm.attention_backends.compact_table import (
     compact_table,
     compact_table_reference,
     is_compact,
 )
+from wmtp_vllm.attention_backends.windowed import Compactor
 from wmtp_vllm.window import Window, ceil_div
 
 # Without Triton `compact_table` is the reference; the V2 process runs the kernel in the interpreter.
@@ -160,3 +163,40 @@ def test_a_window_one_block_short_is_caught():
     table, lens = compact_table_reference(block_table, lengths, starts, late, 1, 3)
     with pytest.raises(AssertionError):
         check(window, [(12, 1, [5, 6, 7])], False, table, lens)
+
+
+def compactor(window: Window) -> Compactor:
+    parts = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=4),
+        model_config=SimpleNamespace(max_model_len=4096),
+        compilation_config=SimpleNamespace(max_cudagraph_capture_size=0),
+    )
+    return Compactor(window, 1, parts, torch.device("cpu"))
+
+
+@pytest.mark.skipif(HAS_TRITON, reason="on a device no step is taken for a further one")
+@pytest.mark.parametrize("is_further_step", [True, False])
+def test_a_further_draft_step_reads_what_a_build_anew_would(is_further_step):
+    """Of the same batch a token longer, of one with another request, and across blocks."""
+    rng, taken = random.Random(0), 0
+    for _ in range(200):
+        window = Window(rng.randrange(1, 200), rng.choice([0, 20]), 16)
+        stepping, anew = compactor(window), compactor(window)
+        table = torch.randint(1, 1000, (3, 256), dtype=torch.int32)
+        lengths = torch.tensor([rng.randrange(1, 2000) for _ in range(3)], dtype=torch.int32)
+        starts = torch.arange(4, dtype=torch.int32)
+        for step in range(8):
+            batch = CommonAttentionMetadata(
+                *(starts, starts, lengths, 3, 3, 1, int(lengths.max()), table, starts[:3].long())
+            )
+            stepping.is_further_step = is_further_step and step > 0
+            taken += is_further_step and stepping._is_a_token_later(lengths.tolist())
+            got, expected = stepping.compact(batch), anew.compact(batch)
+            assert torch.equal(got.seq_lens, expected.seq_lens)
+            assert got.max_seq_len == expected.max_seq_len
+            used = -(-int(got.seq_lens.max()) // 16)
+            tables = got.block_table_tensor, expected.block_table_tensor
+            assert torch.equal(*(table[:, :used] for table in tables))
+            lengths = lengths + 1
+            lengths[rng.randrange(3)] += rng.choice([0, 0, 0, 0, 5])
+    assert taken > 500 or not is_further_step

@@ -168,16 +168,20 @@ class TestTraining:
         assert not torch.equal(before, model.model.layers[1].mlp.down_proj.weight)
         with torch.no_grad():
             _, hidden = model.target(tokens[:, :-1], positions)
-            own = model.model.embed_tokens(tokens)[..., lane(0)]
+            embedded = model.model.embed_tokens(tokens)
             (head,) = model.model.mtp_layers
-            entered = head.enter(hidden, model.model.embed_tokens(tokens[:, 1:]), positions)
-        torch.testing.assert_close(hidden[..., lane(0)], own[:, :-1])
-        for distance in range(LANES):
-            # In the target the tokens up to its own, in the draft those up to the one after it.
-            for found, last in ((hidden, own[:, :-1]), (entered, own[:, 1:])):
-                here, there = found[:, LANES:, lane(distance)], last[:, LANES - distance :]
-                there = there[:, : here.shape[1]]
-                assert torch.cosine_similarity(here, there, dim=-1).min() > 0.97
+            entered = head.enter(hidden, embedded[:, 1:], positions)
+
+        def alike(here, there):
+            return torch.cosine_similarity(here, there, dim=-1).min() > 0.97
+
+        torch.testing.assert_close(hidden[..., lane(0)], embedded[:, :-1, lane(0)])
+        assert alike(entered[..., lane(0)], embedded[:, 1:, lane(0)])
+        for distance in range(1, LANES):
+            written = (hidden - embedded[:, :-1])[:, LANES:, lane(distance)]
+            assert alike(written, embedded[:, LANES - distance : -1 - distance, lane(0)])
+            # In the draft, whose own token is the next, every token is one further back.
+            assert alike(entered[..., lane(distance)], hidden[..., lane(distance - 1)])
 
     @torch.no_grad()
     def test_a_chain_reads_its_own_steps_and_of_the_rest_what_is_before_it(self, fresh):

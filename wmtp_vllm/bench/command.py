@@ -69,7 +69,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "for a tiny model)",
     )
     parser.add_argument(
-        "--arms", nargs="+", choices=ARMS, metavar="ARM", help=f"some of {', '.join(ARMS)}; default: all"
+        "--arms",
+        nargs="+",
+        choices=ARMS,
+        metavar="ARM",
+        help=f"some of {', '.join(ARMS)}; default: all",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-tokens", type=positive_int, help="tokens to generate a prompt (128)")
