@@ -176,7 +176,7 @@ class TestTraining:
             return torch.cosine_similarity(here, there, dim=-1).min() > 0.97
 
         torch.testing.assert_close(hidden[..., lane(0)], embedded[:, :-1, lane(0)])
-        assert alike(entered[..., lane(0)], embedded[:, 1:, lane(0)])
+        assert alike(entered[:, 1:, lane(0)], embedded[:, 2:, lane(0)])
         for distance in range(1, LANES):
             written = (hidden - embedded[:, :-1])[:, LANES:, lane(distance)]
             assert alike(written, embedded[:, LANES - distance : -1 - distance, lane(0)])

@@ -4,8 +4,9 @@ Copying takes two heads in a row: one that says which tokens stand before a plac
 for the places before which the last tokens stand, and names what comes there. That pair is found late
 in training, all at once, after longer than there is; by the draft, which has a single layer and the
 target's hidden states, not at all. So some channels of the hidden state are *lanes*: to lane n the
-first layer adds the code of the token n places back, and no other layer writes there. And one head of the target
-and one of the draft start out comparing lanes; what they compare and pass on, and all else, is learned.
+first layer adds the code of the token n places back, and no other layer writes there. And one head of
+the target and one of the draft start out comparing lanes; what they compare and pass on, and all else,
+is learned.
 """
 
 import torch
