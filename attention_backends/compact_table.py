@@ -37,8 +37,15 @@ def compact_table(
 
     """
     if not HAS_TRITON:
-        arrays = (t.numpy() for t in (block_table, seq_lens, query_start_loc, out_table, out_lens))
-        _compact_rows(*arrays, window, num_null_blocks)
+        _compact_rows(
+            block_table.numpy(),
+            seq_lens.numpy(),
+            query_start_loc.numpy(),
+            out_table.numpy(),
+            out_lens.numpy(),
+            window,
+            num_null_blocks,
+        )
         return
     num_reqs, width = out_table.shape
     _compact_table_kernel[(num_reqs,)](

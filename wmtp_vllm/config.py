@@ -13,8 +13,8 @@ from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-METHOD = "windowed_mtp"
-Method = Literal["windowed_mtp", "windowed_eagle", "windowed_eagle3", "windowed_draft_model"]
+METHOD: Literal["windowed_mtp"] = "windowed_mtp"
+Method = Literal["windowed_mtp", "windowed_eagle", "windowed_eagle3"]
 METHODS: tuple[Method, ...] = get_args(Method)
 """Each is vLLM's method of the same name without `windowed_`, whose draft reads a window."""
 
@@ -127,7 +127,7 @@ def split_keys(
         hint = f"Did you mean {close[0]!r}? " if close else ""
         raise ValueError(
             f"speculative_config has the key {key!r}, which {METHOD} does not know. {hint}"
-            f"Its own keys are {', '.join(name for name in own if name != 'method')}; the others are vLLM's."
+            f"Its own keys are {', '.join(k for k in own if k != 'method')}; the others are vLLM's."
         )
     try:
         config = WindowedMTPConfig(**{k: v for k, v in speculative_config.items() if k in own})

@@ -1,6 +1,6 @@
 """The two proposers, V1's and V2's: vLLM's own, with the draft's attention layers re-equipped.
 
-Both runners load the draft (the model's own MTP head, or an EAGLE head or small model beside it) and
+Both runners load the draft (the model's own MTP head, or an EAGLE head beside it) and
 then know the names of its attention layers. There,
 each layer gets a windowed attention backend and, with `draft_kv_cache: "ring"`, a ring spec; and the
 proposer leaves out the prompt tokens whose draft KV nobody will read. Nothing else of the proposers
@@ -15,14 +15,9 @@ from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
-from vllm.model_executor.layers.attention import Attention, MLAAttention
+from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionBackend
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheSpec,
-    MLAAttentionSpec,
-    SlidingWindowSpec,
-)
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
 from wmtp_vllm import draft_prefill
 from wmtp_vllm.attention_backends.windowed import windowed_backend
@@ -31,10 +26,8 @@ from wmtp_vllm.kv_manager.spec import RingSpec
 
 logger = init_logger("vllm.wmtp_vllm.proposers")
 
-ring_layers: weakref.WeakSet[Attention | MLAAttention] = weakref.WeakSet()
+ring_layers: weakref.WeakSet[Attention] = weakref.WeakSet()
 """The draft layers of this process whose KV is in a ring."""
-
-HANDLED_SPECS = (FullAttentionSpec, SlidingWindowSpec, MLAAttentionSpec)
 
 
 def equip_v1(proposer: Any) -> None:
@@ -105,16 +98,15 @@ def _equip_layer(
 ) -> None:
     layer = vllm_config.compilation_config.static_forward_context[name]
     native_spec = layer.get_kv_cache_spec(vllm_config)
-    if (
-        not isinstance(layer, (Attention, MLAAttention))
-        or type(native_spec) not in HANDLED_SPECS
-        or getattr(layer, "indexer", None) is not None
+    if not isinstance(layer, Attention) or type(native_spec) not in (
+        FullAttentionSpec,
+        SlidingWindowSpec,
     ):
         raise ValueError(
             f"{config.method} does not handle the attention of the draft layer {name}: a "
-            f"{type(layer).__name__} with a {type(native_spec).__name__}. It handles full, "
-            "sliding-window and multi-head latent attention (MLA) with a KV cache of its own and no "
-            f'indexer. Use method "{config.native_method}".'
+            f"{type(layer).__name__} with a {type(native_spec).__name__}. It handles full and "
+            f"sliding-window attention with keys and values of its own. Use method "
+            f'"{config.native_method}".'
         )
     if getattr(getattr(layer, "impl", None), "alibi_slopes", None) is not None:
         raise ValueError(

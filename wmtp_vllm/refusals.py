@@ -43,7 +43,7 @@ def before_config(
     if method != METHOD and not vllm_keys.get("model"):
         raise ValueError(
             f"speculative_config of {method} has no model. Give the draft's, a path or a name of the "
-            f"hub, with the key \"model\"; only {METHOD} has its draft in the target's checkpoint."
+            f'hub, with the key "model"; only {METHOD} has its draft in the target\'s checkpoint.'
         )
     for key, size in (
         ("decode_context_parallel_size", engine_args.decode_context_parallel_size),
@@ -118,14 +118,14 @@ def after_config(config: WindowedMTPConfig, speculative_config: Any, target: Any
             "it reads a bounded number of tokens already, which the indexer chooses among all",
         ),
         (
+            draft.use_mla,
+            "multi-head latent attention (MLA)",
+            "its cache holds latents in a format of its own",
+        ),
+        (
             speculative_config.parallel_drafting,
             "one pass over all K tokens",
             "it pays for the context once a step",
-        ),
-        (
-            config.draft_attention_backend == "xformers" and draft.use_mla,
-            "multi-head latent attention (MLA)",
-            'xFormers ("draft_attention_backend") has no operator for it',
         ),
         (
             speculative_config.use_gemma4_mtp(),

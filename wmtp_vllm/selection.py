@@ -1,4 +1,4 @@
-"""Selecting `windowed_mtp` or one of its like: make and check vLLM's speculative config, put the seams in place."""
+"""Selecting `windowed_mtp` or its like: make and check vLLM's speculative config, place the seams."""
 
 import copy
 from typing import Any

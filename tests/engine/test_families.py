@@ -49,10 +49,7 @@ FAMILIES = {
     "GLM-4.5 form, one module": Family("mtp", ("glm", {})),
     "GLM-4.5 form, two modules": Family("mtp", ("glm", {"modules": 2}), k=2),
     "GLM-4.5 form, two modules twice": Family("mtp", ("glm", {"modules": 2}), k=4),
-    "MLA, float32": Family("mtp", ("mla", {})),
-    "MLA, bfloat16": Family("mtp", ("mla", {}), arguments={"dtype": "bfloat16"}),
     "EAGLE-3": Family("eagle3", ("llama", {"layers": 4}), ("eagle3", {"layers": 4})),
-    "draft model": Family("draft_model", ("llama", {"layers": 4}), ("llama", {"layers": 1, "noise": 0})),
     "fp8 KV": Family("mtp", ("dense", {}), arguments={"kv_cache_dtype": "fp8"}),
     "fp8 KV of the draft": Family("mtp", ("dense", {}), keys={"kv_cache_dtype": "fp8"}),
 }
@@ -77,7 +74,9 @@ def run(
             speculative["method"] = f"windowed_{family.method}"
             speculative |= {"draft_window_size": window[0], "draft_sink_size": window[1]}
     arguments = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": CHUNK, "max_num_seqs": 4}
-    with engine(tiny_model(name, **options), speculative, **arguments | family.arguments) as running:
+    with engine(
+        tiny_model(name, **options), speculative, **arguments | family.arguments
+    ) as running:
         if window:
             hold_to_budget(running, family.k)
         answers = running.generate(prompts(), MAX_TOKENS)

@@ -113,7 +113,8 @@ class TestKeys:
     def test_misspelt_key_is_refused_with_the_one_meant(self, misspelt: str, meant: str) -> None:
         with pytest.raises(ValueError, match=f"{misspelt!r}.*Did you mean {meant!r}") as refusal:
             split_keys({"method": METHOD, misspelt: 3}, SpeculativeConfig)
-        assert all(key in str(refusal.value) for key in WindowedMTPConfig.model_fields)
+        own = WindowedMTPConfig.model_fields.keys() - {"method"}
+        assert all(key in str(refusal.value) for key in own)
 
     def test_key_like_no_other_is_refused_without_a_guess(self) -> None:
         with pytest.raises(

@@ -19,7 +19,7 @@ from vllm.config import CUDAGraphMode
 from vllm.utils.torch_utils import is_strictly_contiguous
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from wmtp_vllm.attention_backends import windowed as module
 from wmtp_vllm.attention_backends.windowed import NOT_OVER_A_RING, name_of, windowed_backend
@@ -40,9 +40,8 @@ BACKENDS = (
     *("FLASH_ATTN 2", "FLASH_ATTN 3", "FLASH_ATTN 4", "TRITON_ATTN", "FLEX_ATTENTION"),
     *("FLASHINFER native", "FLASHINFER XQA", "FLASHINFER TRTLLM_GEN"),
     *("ROCM_ATTN", "ROCM_AITER_FA", "ROCM_AITER_UNIFIED_ATTN", "ROCM_SEGMENTED_ATTN"),
-    *("CPU_MLA", "CUTLASS_MLA", "FLASHINFER_MLA", "FLASHMLA", "FLASH_ATTN_MLA", "TRITON_MLA"),
 )
-UPDATED_IN_PLACE = (*BACKENDS[:4], "FLASHINFER TRTLLM_GEN", "TRITON_MLA")
+UPDATED_IN_PLACE = (*BACKENDS[:4], "FLASHINFER TRTLLM_GEN")
 
 
 class Planner:
@@ -77,7 +76,7 @@ def copy_page_indices(indices, table, row_distance, indptr, BLOCK_SIZE):
 def native(request, monkeypatch):
     """A backend, from a copy of its module of which no other test sees what is replaced in it."""
     name, _, variant = request.param.partition(" ")
-    package = ("", ".decode", ".prefill", ".utils") if "FLASHINFER" in name else ()
+    package = ("", ".decode", ".prefill", ".utils") if name == "FLASHINFER" else ()
     for absent in ("vllm.platforms.rocm", *("flashinfer" + part for part in package)):
         monkeypatch.setitem(sys.modules, absent, Absent(absent))
     path, _, backend = AttentionBackendEnum[name].value.rpartition(".")
@@ -91,11 +90,8 @@ def native(request, monkeypatch):
         return torch.zeros(*shape, **kwargs)
 
     module.torch = SimpleNamespace(**vars(torch) | {"zeros": zeros, "empty": zeros})
-    if name == "FLASHMLA":
-        module.get_mla_metadata = lambda lengths, *args, **kwargs: (lengths.clone(), None)
-        module.num_compute_units = lambda *args: 8
-    if name.startswith("FLASH_ATTN"):
-        module.get_flash_attn_version = lambda *args, **kwargs: int(variant or 3)
+    if name == "FLASH_ATTN":
+        module.get_flash_attn_version = lambda *args, **kwargs: int(variant)
         module.get_scheduler_metadata = lambda **of: of["cache_seqlens"].clone()
     if name == "FLASHINFER":
         module.get_per_layer_parameters = lambda *args: None
@@ -118,22 +114,6 @@ class Config(SimpleNamespace):
         return self if name.endswith("_config") else None
 
 
-class Latent(SimpleNamespace):
-    """What builders ask an MLA layer and its prefill backend for."""
-
-    num_heads, q_lora_rank, kv_lora_rank, qk_rope_head_dim = 4, None, 512, 64
-    qk_nope_head_dim = v_head_dim = 128
-
-    @property
-    def prefill_backend(self):
-        return self
-
-    def clone(self):
-        return self
-
-    def prepare_metadata(self, metadata): ...
-
-
 class Builders:
     """A wrapped builder and an unwrapped one; with a ring's null blocks if the backend can."""
 
@@ -141,17 +121,11 @@ class Builders:
         torch.manual_seed(0)
         self.ring = name_of(native) not in NOT_OVER_A_RING
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=torch.half)
-        if native.is_mla():
-            spec = MLAAttentionSpec(
-                block_size=BLOCK, num_kv_heads=1, head_size=576, dtype=torch.half
-            )
         config = Config(dtype=torch.half, max_num_seqs=REQS, max_num_batched_tokens=512)
-        config.block_size = BLOCK
         config.cache_dtype, config.num_gpu_blocks, config.max_model_len = "auto", BLOCKS, MAX_LEN
         config.num_speculative_tokens, config.decode_context_parallel_size = drafted, 1
         config.cudagraph_mode, config.cudagraph_capture_sizes = CUDAGraphMode.FULL, [REQS]
         config.flash_attn_max_num_splits_for_cuda_graph, config.static_forward_context = 8, {}
-        config.static_forward_context["draft"] = Latent()
         config.get_num_attention_heads, config.get_num_kv_heads = lambda _: 4, lambda _: 2
         config.get_head_size = lambda: 64
         config.get_resolved_kv_cache_layout = lambda: Config(name="LBNHC")

@@ -387,9 +387,7 @@ def _study_each(request: dict[str, Any]) -> list[dict[str, Any]]:
     return [answer(Question(**values), _study) for values in request["questions"]]
 
 
-def answer(
-    question: Question, study: Callable[[Question], dict[str, Any]]
-) -> dict[str, Any]:
+def answer(question: Question, study: Callable[[Question], dict[str, Any]]) -> dict[str, Any]:
     """What `study` makes of the question, or the error that vLLM or the plugin has for it."""
     try:
         return study(question)

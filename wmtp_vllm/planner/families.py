@@ -20,7 +20,7 @@ from wmtp_vllm.console import progress
 from wmtp_vllm.planner import models
 from wmtp_vllm.planner.anatomy import ENVIRONMENT, Question
 
-RUN = {"MiMoMTPModel", "Qwen3NextMTP", "DeepSeekMTPModel", "Glm4MoeMTPModel"}
+RUN = {"MiMoMTPModel", "Qwen3NextMTP", "Glm4MoeMTPModel"}
 """Heads of which the tests run a tiny one."""
 
 
@@ -117,7 +117,9 @@ def family(architecture: str) -> Family:
     if target is None:
         return _not_built(architecture, "new in this vLLM: no target of it is known here")
     try:
-        found = child.call("wmtp_vllm.planner.families", asdict(target), child.ENVIRONMENT | ENVIRONMENT)
+        found = child.call(
+            "wmtp_vllm.planner.families", asdict(target), child.ENVIRONMENT | ENVIRONMENT
+        )
     except child.ChildFailed as failed:
         found = {"error": str(failed).strip().splitlines()[-1]}
     if "error" in found:

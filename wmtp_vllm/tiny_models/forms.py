@@ -177,6 +177,8 @@ def eagle3(options: FormOptions) -> Checkpoint:
         "num_hidden_layers": 1,
         "draft_vocab_size": VOCAB_SIZE,
         "norm_before_residual": True,
+        # Where Model Runner V2 looks, and where V1 does.
+        "eagle_aux_hidden_state_layer_ids": list(AUX_LAYERS),
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(AUX_LAYERS)},
     }
     return Checkpoint(config, tensors)
@@ -205,5 +207,3 @@ def _with_output_biases(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         if name.endswith("o_proj.weight")
     }
     return tensors | biases
-
-
