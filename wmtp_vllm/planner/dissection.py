@@ -31,11 +31,8 @@ def _study(question: Question) -> dict[str, Any]:
     from wmtp_vllm import proposers
     from wmtp_vllm.kv_manager.planning import only_rings
 
-    with tempfile.TemporaryDirectory(prefix="wmtp-plan-") as scratch:
-        arguments = _engine_arguments(question, Path(scratch))
-        asked = _speculative_config(question, Path(scratch))
-        vllm_config, refusal = _engine_config(arguments, asked)
-        target, draft, draft_layers = _build(vllm_config)
+    asked = question.speculative_config
+    vllm_config, refusal, target, draft, draft_layers = _built(question)
     try:
         proposers.equip_layers(vllm_config, draft_layers)
     except ValueError as error:
@@ -52,7 +49,7 @@ def _study(question: Question) -> dict[str, Any]:
     if question.draft_config is None:  # an MTP head's embeddings and output head are the target's
         draft_part = replace(draft_part, head_params=target_part.head_params)
         stored -= _numel(_vocabulary(draft))
-    elif not vllm_config.speculative_config.uses_draft_model():  # an EAGLE head's embeddings are
+    else:  # of an EAGLE head the embeddings are
         stored -= _numel(_vocabulary(draft)) - _numel(_vocabulary(draft, only_head=True))
     weights = stored * question.weight_bits / 8 + shared * HEAD_BITS / 8
     kv_bytes = question.kv_bytes
@@ -103,15 +100,20 @@ def _study(question: Question) -> dict[str, Any]:
     }
 
 
+def _built(question: Question) -> tuple[Any, str, Any, Any, list[str]]:
+    """The engine's configuration, why windowed MTP is refused, and what `_build` makes."""
+    with tempfile.TemporaryDirectory(prefix="wmtp-plan-") as scratch:
+        arguments = _engine_arguments(question, Path(scratch))
+        speculative_config = _speculative_config(question, Path(scratch))
+        vllm_config, refusal = _engine_config(arguments, speculative_config)
+        return vllm_config, refusal, *_build(vllm_config)
+
+
 def draft_kinds(question: Question) -> dict[str, Any]:
     """What kind of draft a model has, and why windowed MTP would refuse it, if it would."""
     from wmtp_vllm import proposers
 
-    with tempfile.TemporaryDirectory(prefix="wmtp-plan-") as scratch:
-        arguments = _engine_arguments(question, Path(scratch))
-        asked = _speculative_config(question, Path(scratch))
-        vllm_config, refusal = _engine_config(arguments, asked)
-        _, draft, names = _build(vllm_config)
+    vllm_config, refusal, _, draft, names = _built(question)
     layers = vllm_config.compilation_config.static_forward_context
     specs = {name: layers[name].get_kv_cache_spec(vllm_config) for name in names}
     try:
@@ -229,24 +231,13 @@ def _build(vllm_config: Any) -> tuple[Any, Any, list[str]]:
         with torch.device("meta"), set_default_torch_dtype(dtype), _as_if_kernels_were_there():
             target = initialize(vllm_config)
             target_layers = set(layers)
-            draft = _draft(initialize, vllm_config)
+            model_config = vllm_config.speculative_config.draft_model_config
+            draft = initialize(vllm_config, model_config=model_config)
         # As the executor does once the model is loaded.
         current_platform.update_block_size_for_backend(vllm_config)
     new = [name for name in layers if name not in target_layers]
     with_kv = [n for n in new if getattr(layers[n], "get_kv_cache_spec", None)]
     return target, draft, [n for n in with_kv if layers[n].get_kv_cache_spec(vllm_config)]
-
-
-def _draft(initialize: Callable[..., Any], vllm_config: Any) -> Any:
-    """The draft as vLLM's proposers make it."""
-    from vllm.config.utils import replace as replace_config
-
-    speculative_config = vllm_config.speculative_config
-    model_config = speculative_config.draft_model_config
-    if not speculative_config.uses_draft_model():
-        return initialize(vllm_config, model_config=model_config)
-    own = replace_config(vllm_config, quant_config=None, model_config=model_config)
-    return initialize(own, prefix="draft_model")
 
 
 def _as_if_kernels_were_there() -> contextlib.AbstractContextManager[Any]:

@@ -16,6 +16,7 @@ from wmtp_vllm.tiny_models.dense import (
     HIDDEN_LEAK,
     LOGIT_SCALE,
     NOISE,
+    DenseOptions,
     pointer_attention,
     random_attention,
     random_mlp,
@@ -36,32 +37,23 @@ SMALL = 0.01
 
 
 @dataclass(frozen=True)
-class FormOptions:
-    """Options of these models.
+class FormOptions(DenseOptions):
+    """Options of these models: the dense model's, and one more. An EAGLE-3 head's has at least 4 layers.
 
     Attributes:
-        layers: decoder layers of the target, at least 1; for EAGLE-3 at least 4.
         modules: MTP modules in a row (GLM only), at least 1.
-        noise: hundredths of the target's chance, 0 to 100: 0 for a draft model that knows the rule.
-        seed: of the tables and of the noise.
-        reach: how far back the rule looks at most, in tokens, at least 1.
-        max_position_embeddings: longest context, in tokens.
 
     Raises:
         ValueError: an option is out of range.
     """
 
-    layers: int = 2
-    modules: int = 1
-    noise: int = 100
-    seed: int = 0
-    reach: int = 192
     max_position_embeddings: int = 131_072
+    modules: int = 1
 
     def __post_init__(self) -> None:
-        sizes = (self.layers, self.modules, self.reach, self.max_position_embeddings)
-        if min(sizes) < 1 or not 0 <= self.noise <= 100:
-            raise ValueError(f"sizes must be at least 1, and noise 0 to 100: {self}")
+        super().__post_init__()
+        if self.modules < 1:
+            raise ValueError(f"modules must be at least 1: {self}")
 
 
 @dataclass(frozen=True)
@@ -80,7 +72,7 @@ class Parts:
 
     def target(self, options: FormOptions) -> dict[str, Tensor]:
         """All of the target but its MTP head."""
-        share = NOISE * options.noise / 100 / (2 * options.layers - 1) ** 0.5
+        share = NOISE / (2 * options.layers - 1) ** 0.5
         tensors = {
             "model.embed_tokens.weight": torch.eye(HIDDEN_SIZE),
             "model.norm.weight": torch.ones(HIDDEN_SIZE),
@@ -144,7 +136,7 @@ def glm(options: FormOptions) -> Checkpoint:
 
 
 def llama(options: FormOptions) -> Checkpoint:
-    """Llama's form, without a head: a target for `eagle3`, or with one layer a draft model."""
+    """Llama's form, without a head: a target for `eagle3`."""
     tensors = Parts.draw(options).target(options)
     return Checkpoint(_llama_config(options), _with_output_biases(tensors))
 

@@ -58,7 +58,10 @@ def initialise(model: Transformer, rng: torch.Generator) -> None:
     _look_back(first.self_attn)
 
     projections = torch.stack(
-        [_orthonormal(len(_content(sizes.head_dim)), LANE_WIDTH, rng) for _ in range(COMPARED)]
+        [
+            _orthonormal(len(rotary.content_channels(sizes.head_dim)), LANE_WIDTH, rng)
+            for _ in range(COMPARED)
+        ]
     )
     code = torch.zeros(sizes.head_dim, sizes.hidden)
     code[:, OTHERS] = _orthonormal(sizes.head_dim, sizes.hidden - LANES * LANE_WIDTH, rng)
@@ -92,10 +95,6 @@ def _orthonormal(rows: int, columns: int, rng: torch.Generator) -> Tensor:
     return torch.nn.init.orthogonal_(made, generator=rng)
 
 
-def _content(head_dim: int) -> Tensor:
-    return rotary.content_channels(head_dim)
-
-
 def _look_back(attention: Attention) -> None:
     """Head n looks n + 1 tokens back, by position alone, and fills a lane with what it finds there."""
     size, own = attention.sizes.head_dim, torch.eye(attention.sizes.hidden)
@@ -127,7 +126,7 @@ def _match(attention: Attention, projections: Tensor, code: Tensor) -> None:
         code: [head_dim, hidden], what is copied of a token.
     """
     size = attention.sizes.head_dim
-    content = _content(size)
+    content = rotary.content_channels(size)
     attention.q_proj.weight[:size] = 0
     attention.k_proj.weight[content] = 0
     for distance, projection in enumerate(projections):
