@@ -19,7 +19,7 @@ XFORMERS := $(abspath $(VENV))/xformers
 
 # Engines beside each other fight for the cores.
 .NOTPARALLEL:
-.PHONY: setup demo test lint test-unit test-v1 test-v2 test-next test-xformers gpu-test clean
+.PHONY: setup demo test lint test-unit test-v1 test-v2 test-next test-xformers gpu-test fuzz soak parity-table clean
 
 setup: $(STAMP)
 
@@ -90,6 +90,22 @@ test-xformers: setup $(XFORMERS)/.ready
 
 gpu-test: setup
 	@$(BIN)/pytest -m gpu
+
+# Half an hour and more each; what they last found is in docs/support.md.
+fuzz: setup
+	@WMTP_FUZZ_STEPS=100000 $(BIN)/pytest -s tests/unit/test_ring_fuzz.py
+	@WMTP_FUZZ_RUNS=312 $(BIN)/pytest -s tests/engine/test_engine_fuzz.py
+
+soak: setup
+	@$(BIN)/python tests/soak.py
+
+# Writes the table of docs/support.md anew.
+parity-table: setup
+	@rm -f .parity.jsonl
+	@WMTP_PARITY=.parity.jsonl $(BIN)/pytest tests/engine/test_parity.py tests/engine/test_serving.py
+	@WMTP_PARITY=.parity.jsonl PYTHONPATH=$(INTERPRETER) $(V2) $(BIN)/pytest tests/engine/test_parity.py
+	@$(BIN)/python -m tests.support.parity .parity.jsonl docs/support.md
+	@rm .parity.jsonl
 
 clean:
 	rm -rf .venv build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

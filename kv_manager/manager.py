@@ -79,6 +79,12 @@ class RingManager(SingleTypeKVCacheManager):
         self.progress: defaultdict[str, Progress] = defaultdict(Progress)
         self.num_warm_starts = 0
         self.num_cold_starts = 0
+        self.num_waits = 0
+        self.num_tokens_skipped = 0
+        self.num_reads = 0
+        self.num_tokens_kept = 0
+        self.num_tokens_of_context = 0
+        self._told: dict[str, int] = {}
         self._pace = Pace()
 
     def get_num_blocks_to_allocate(
@@ -102,7 +108,10 @@ class RingManager(SingleTypeKVCacheManager):
             needed = min(
                 needed, self.window.max_held_blocks(self.num_speculative_tokens, 0, num_tokens)
             )
-        return 0 if needed <= self.block_pool.get_num_free_blocks() else MORE_THAN_ANY_POOL
+        if needed <= self.block_pool.get_num_free_blocks():
+            return 0
+        self.num_waits += 1
+        return MORE_THAN_ANY_POOL
 
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
@@ -198,6 +207,7 @@ class RingManager(SingleTypeKVCacheManager):
                 self._start_warm(request, row, num_cached)
         if progress.start < self.window.sink_blocks * self.block_size:
             progress.run_until = num_tokens
+        self._count(progress)
         unread = self._unread_blocks(request.request_id)
         for index in range(num_cached, num_tokens // self.block_size):
             if not self._is_known(request, index):
@@ -211,6 +221,36 @@ class RingManager(SingleTypeKVCacheManager):
                     block,
                     num_tokens=(index + 1) * self.block_size,
                 )
+
+    def _count(self, progress: Progress) -> None:
+        start, end, prefill_len = progress.start, progress.end, progress.prefill_len
+        if self.skips_unread and start < prefill_len:
+            num_read = self.window.num_read(start, min(end, prefill_len), prefill_len)
+            self.num_tokens_skipped += min(end, prefill_len) - start - num_read
+        if end >= prefill_len:  # else the proposal is thrown away
+            self.num_reads += 1
+            self.num_tokens_kept += self.window.num_kept(end, query_len=1)
+            self.num_tokens_of_context += end
+
+    def new_stats(self) -> dict[str, int]:
+        """What is held now, and was counted since the last call, by the names of `wmtp_vllm.metrics`."""
+        num_blocks = self.block_pool.num_gpu_blocks - 1  # without the null block
+        counts = {
+            "ring_waits": self.num_waits,
+            "warm_starts": self.num_warm_starts,
+            "cold_starts": self.num_cold_starts,
+            "draft_prefill_tokens_skipped": self.num_tokens_skipped,
+            "draft_reads": self.num_reads,
+            "draft_kept_tokens": self.num_tokens_kept,
+            "draft_context_tokens": self.num_tokens_of_context,
+        }
+        new = {name: count - self._told.get(name, 0) for name, count in counts.items()}
+        self._told = counts
+        return new | {
+            "ring_pool_blocks": num_blocks,
+            "ring_blocks_held": num_blocks - self.block_pool.get_num_free_blocks(),
+            "kv_bytes_saved": self.kv_cache_spec.saved_bytes,
+        }
 
     def _let_go_of_unread(self, request_id: str, row: list[KVCacheBlock]) -> None:
         """After a preemption more is unread than the prompt's length told when the row was made."""

@@ -97,6 +97,9 @@ def get_kv_cache_configs(
     native = _native_plans(planner, vllm_config, kv_cache_specs, available_memory)
     native_blocks = min(plan.num_blocks for plan in native)
     spec = replace(spec, pool_blocks=_pool_blocks(vllm_config, spec, native_blocks))
+    num_layers = max(map(len, rings))
+    native_bytes = native_blocks * spec.native.page_size_bytes * num_layers
+    spec = replace(spec, saved_bytes=native_bytes - pool_bytes(spec, num_layers))
     configs = original(
         vllm_config,
         [without_rings(specs) for specs in kv_cache_specs],
@@ -110,7 +113,7 @@ def get_kv_cache_configs(
         append_ring(planner, vllm_config, config, list(ring), spec)
         for config, ring in zip(configs, rings, strict=True)
     ]
-    _log_plan(planner, vllm_config, spec, max(map(len, rings)), configs, native)
+    _log_plan(planner, vllm_config, spec, num_layers, configs, native)
     return configs
 
 
@@ -300,7 +303,7 @@ def _log_plan(
         spec.block_size,
         spec.pool_blocks,
         pool_bytes(spec, num_layers) / 2**20,
-        min(p.num_blocks for p in native) * spec.native.page_size_bytes * num_layers / 2**20,
+        (pool_bytes(spec, num_layers) + spec.saved_bytes) / 2**20,
         f"{tokens:,}",
         f"{native_tokens:,}",
         100 * (tokens / native_tokens - 1),

@@ -36,6 +36,8 @@ class RingSpec(AttentionSpec):
     modest number."""
     pool_blocks: int = 0
     """Blocks of the ring pool, its null block included; 0 until planned."""
+    saved_bytes: int = 0
+    """What native MTP would spend on the draft's KV on a worker, less the ring pool; 0 until planned."""
 
     @classmethod
     def replacing(

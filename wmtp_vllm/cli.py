@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from wmtp_vllm import __version__, check, demo
+from wmtp_vllm import __version__, check, demo, doctor
 from wmtp_vllm.bench import command as bench
 from wmtp_vllm.planner import command as plan
 
@@ -17,6 +17,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     for name, command, what in (
         ("check", check, "does the plugin fit the installed vLLM? exits 0 or 1"),
+        ("doctor", doctor, "what will go wrong with a model, or does with a server, and the fix"),
         ("demo", demo, "generate with no speculation, native MTP and windowed MTP, and compare"),
         ("bench", bench, "measure the three over contexts, windows and depths"),
         ("plan", plan, "predict memory and step cost for a model and a GPU, without either"),

@@ -14,9 +14,11 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 METHOD: Literal["windowed_mtp"] = "windowed_mtp"
-Method = Literal["windowed_mtp", "windowed_eagle", "windowed_eagle3"]
+Method = Literal["windowed_mtp", "windowed_eagle", "windowed_eagle3", "windowed_draft_model"]
 METHODS: tuple[Method, ...] = get_args(Method)
 """Each is vLLM's method of the same name without `windowed_`, whose draft reads a window."""
+LARGEST = 1 << 29
+"""Tokens or blocks at most: their sums with a context's length stay within 32 bits on every device."""
 
 
 class WindowedMTPConfig(BaseModel):
@@ -25,14 +27,14 @@ class WindowedMTPConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     method: Method = METHOD
-    draft_window_size: int = Field(default=4032, ge=1)
+    draft_window_size: int = Field(default=4032, ge=1, le=LARGEST)
     """W: most recent tokens that the draft attends to."""
-    draft_sink_size: int = Field(default=64, ge=0)
+    draft_sink_size: int = Field(default=64, ge=0, le=LARGEST)
     """S: first tokens of the request that the draft always attends to; 0 for none."""
     draft_kv_cache: Literal["ring", "full"] = "ring"
     """Where the draft's KV lives: in a fixed-size ring of blocks for each request, or in vLLM's own
     full draft KV cache, of which only the sink and the window are read."""
-    draft_ring_cache_blocks: int | None = Field(default=None, ge=0)
+    draft_ring_cache_blocks: int | None = Field(default=None, ge=0, le=LARGEST)
     """Blocks of the ring pool for the rings of requests that have ended, so that a later request which
     shares their prefix starts warm; None for a budget of every eighth sequence."""
     draft_prefill: Literal["auto", "full"] = "auto"
@@ -139,7 +141,7 @@ def split_keys(
             f"speculative_config of {METHOD}: {problems}. draft_window_size is an integer of at "
             'least 1, draft_sink_size one of at least 0, draft_kv_cache "ring" or "full", '
             'draft_ring_cache_blocks an integer of at least 0, draft_prefill "auto" or "full", '
-            'draft_attention_backend "native" or "xformers".'
+            f'draft_attention_backend "native" or "xformers"; no number is above {LARGEST:,}.'
         ) from None
     rest = {k: v for k, v in speculative_config.items() if k not in own}
     return config, rest | {"method": config.native_method}

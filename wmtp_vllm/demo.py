@@ -179,7 +179,8 @@ def _generate(arm: Arm) -> Result:
     counters = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
     num_drafts = counters.get("vllm:spec_decode_num_drafts") or 0
     accepted = counters.get("vllm:spec_decode_num_accepted_tokens") or 0
-    ring = seams.ring_of(llm)
+    scheduler = seams.scheduler_of(llm)
+    ring = scheduler and seams.ring_of(scheduler)
     if has_draft:
         (*drafts,) = llm.collective_rpc(seams.draft_of)
     return Result(

@@ -44,6 +44,10 @@ def may_skip(
             "under data parallelism every rank must run the draft alike",
         ),
         (
+            config.native_method == "draft_model",
+            "a model of its own is given more tokens than the target's",
+        ),
+        (
             config.draft_window_size <= vllm_config.speculative_config.num_speculative_tokens,
             "its window is smaller than a step",
         ),

@@ -1,10 +1,10 @@
 """The two proposers, V1's and V2's: vLLM's own, with the draft's attention layers re-equipped.
 
-Both runners load the draft (the model's own MTP head, or an EAGLE head beside it) and
-then know the names of its attention layers. There,
-each layer gets a windowed attention backend and, with `draft_kv_cache: "ring"`, a ring spec; and the
-proposer leaves out the prompt tokens whose draft KV nobody will read. Nothing else of the proposers
-changes, neither of vLLM's V1 `SpecDecodeBaseProposer` nor of its V2 `DraftModelSpeculator`.
+Both runners load the draft (the model's own MTP head, an EAGLE head beside it, or a model of its own)
+and then know the names of its attention layers. There, each layer gets a windowed attention backend and,
+with `draft_kv_cache: "ring"`, a ring spec; and the proposer leaves out the prompt tokens whose draft KV
+nobody will read. Nothing else of the proposers changes, neither of vLLM's V1 `SpecDecodeBaseProposer`
+nor of its V2 `DraftModelSpeculator`.
 """
 
 import functools
@@ -30,6 +30,10 @@ ring_layers: weakref.WeakSet[Attention] = weakref.WeakSet()
 """The draft layers of this process whose KV is in a ring."""
 
 
+_draft_models: weakref.WeakSet[Any] = weakref.WeakSet()
+"""V1's proposers of this process whose draft is a model of its own, over a ring."""
+
+
 def equip_v1(proposer: Any) -> None:
     """Make V1's `SpecDecodeBaseProposer` windowed, once it has loaded its model.
 
@@ -40,12 +44,21 @@ def equip_v1(proposer: Any) -> None:
     refuse_slots_by_position(proposer.vllm_config)
     if equip_layers(proposer.vllm_config, proposer._draft_attn_layer_names):
         proposer.propose = draft_prefill.SkippingV1(proposer)
+    config = selected(proposer.vllm_config)
+    if config and config.native_method == "draft_model" and config.draft_kv_cache == "ring":
+        _draft_models.add(proposer)
 
 
 def equip_v2(speculator: Any) -> None:
     """The same for V2's `DraftModelSpeculator`."""
     if equip_layers(speculator.vllm_config, speculator.draft_attn_layer_names):
         speculator.propose = draft_prefill.SkippingV2(speculator)
+
+
+def reads_the_targets_table(proposer: Any) -> bool:
+    """Whether it is a V1 draft model over a ring: V1's runner gives such a proposer the block ids of the
+    first group, since draft models share the target's otherwise."""
+    return proposer in _draft_models
 
 
 def refuse_slots_by_position(vllm_config: VllmConfig) -> None:

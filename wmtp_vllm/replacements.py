@@ -4,11 +4,12 @@ Each takes vLLM's own function first, then that function's arguments. None does 
 engine that did not select `windowed_mtp`.
 """
 
+import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from wmtp_vllm import seams
-from wmtp_vllm.config import METHODS, deselected
+from wmtp_vllm.config import METHODS, deselected, selected
 
 Function = Any
 """A function of vLLM."""
@@ -60,9 +61,12 @@ def propose_draft_token_ids(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """V1's proposer does not know the requests of its batch; its runner does."""
+    """V1's proposer does not know the requests of its batch, nor a draft model the ring's block ids."""
     from wmtp_vllm.draft_prefill import SkippingV1
+    from wmtp_vllm.proposers import reads_the_targets_table
 
+    if reads_the_targets_table(runner.drafter):
+        args, kwargs = _with_block_table_of(runner, args, kwargs)
     propose = getattr(runner.drafter, "propose", None)
     if isinstance(propose, SkippingV1):
         batch = runner.input_batch
@@ -72,6 +76,18 @@ def propose_draft_token_ids(
             num_sampled = [len(tokens) for tokens in sampled_token_ids]
             propose.num_tokens = batch.num_tokens_no_spec[: len(num_sampled)] - num_sampled
     return original(runner, scheduler_output, sampled_token_ids, *args, **kwargs)
+
+
+def _with_block_table_of(
+    runner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of `propose_draft_token_ids`, with the block ids of the draft's own group."""
+    name = "common_attn_metadata"
+    names = inspect.signature(seams.original("propose_draft_token_ids")).parameters
+    given = dict(zip(list(names)[3:], args, strict=False)) | kwargs
+    table = runner.input_batch.block_table[runner.drafter.kv_cache_gid]
+    own = table.get_device_tensor(given[name].num_reqs)
+    return (), given | {name: given[name].replace(block_table_tensor=own)}
 
 
 def get_kv_cache_configs(original: Function, *args: Any) -> Any:
@@ -125,6 +141,33 @@ def copy_kv_cache_blocks_inplace(
     rings = {layer.kv_cache.data_ptr() for layer in proposers.ring_layers}
     targets = [cache for cache in kv_caches if cache.data_ptr() not in rings]
     original(targets, num_blocks, kv_cache_block_copies)
+
+
+def make_stats(original: Function, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    stats = original(scheduler, *args, **kwargs)
+    ring = seams.ring_of(scheduler) if stats is not None else None
+    if ring is not None:
+        from wmtp_vllm import metrics
+
+        metrics.to_scheduler_stats(stats, ring)
+    return stats
+
+
+def stat_logger_manager(
+    original: Function,
+    manager: Any,
+    vllm_config: Any,
+    engine_idxs: Any = None,
+    custom_stat_loggers: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Ours goes first: it takes the ring's numbers out of the statistics again."""
+    if selected(vllm_config) is not None:
+        from wmtp_vllm.metrics import WindowedMTPStats
+
+        custom_stat_loggers = [WindowedMTPStats, *(custom_stat_loggers or ())]
+    original(manager, vllm_config, engine_idxs, custom_stat_loggers, *args, **kwargs)
 
 
 def _planner() -> Any:

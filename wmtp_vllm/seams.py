@@ -247,6 +247,19 @@ SEAMS = (
         "num_external_computed_tokens",
     ),
     _same(
+        "make_stats",
+        "wrapped",
+        "vllm.v1.core.sched.scheduler:Scheduler.make_stats",
+        "self spec_decoding_stats kv_connector_stats cudagraph_stats perf_stats ec_connector_stats",
+    ),
+    _same(
+        "stat_logger_manager",
+        "wrapped",
+        "vllm.v1.metrics.loggers:StatLoggerManager.__init__",
+        "self vllm_config engine_idxs custom_stat_loggers enable_default_loggers "
+        "aggregate_engine_logging client_count",
+    ),
+    _same(
         "block returned to its own pool",
         "called",
         "vllm.v1.core.kv_cache_utils:KVCacheBlock",
@@ -435,10 +448,13 @@ def draft_of(worker: Any) -> Draft:
     return Draft(sorted(names), builders, runner.kv_cache_config, skipped)
 
 
-def ring_of(llm: Any) -> Any:
-    """The `RingManager` of an `LLM` whose engine core is in this process, or None."""
+def scheduler_of(llm: Any) -> Any:
+    """The scheduler of an `LLM` whose engine core is in this process, or None."""
     core = getattr(llm.llm_engine.engine_core, "engine_core", None)
-    if core is None:
-        return None
-    managers = core.scheduler.kv_cache_manager.coordinator.single_type_managers
+    return core and core.scheduler
+
+
+def ring_of(scheduler: Any) -> Any:
+    """The `RingManager` of a scheduler, or None."""
+    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
     return next((m for m in managers if hasattr(m, "num_warm_starts")), None)

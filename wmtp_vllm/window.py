@@ -57,6 +57,12 @@ class Window:
         first = self.first_window_block(length - query_len)
         return [*range(min(self.sink_blocks, end)), *range(first, end)]
 
+    def num_kept(self, length: int, query_len: int) -> int:
+        """Tokens that one attention call reads where nothing of them is missing."""
+        sink_end = self.sink_blocks * self.block_size
+        first = self.first_window_block(length - query_len) * self.block_size
+        return min(sink_end, length) + max(0, length - first)
+
     def unread_blocks(self, prefill_len: int) -> range:
         """Blocks of a prefill between its sink and the window of its last token.
 

@@ -50,8 +50,16 @@ FAMILIES = {
     "GLM-4.5 form, two modules": Family("mtp", ("glm", {"modules": 2}), k=2),
     "GLM-4.5 form, two modules twice": Family("mtp", ("glm", {"modules": 2}), k=4),
     "EAGLE-3": Family("eagle3", ("llama", {"layers": 4}), ("eagle3", {"layers": 4})),
+    "draft model": Family(
+        "draft_model", ("llama", {"layers": 4}), ("llama", {"layers": 1, "noise": 0})
+    ),
     "fp8 KV": Family("mtp", ("dense", {}), arguments={"kv_cache_dtype": "fp8"}),
     "fp8 KV of the draft": Family("mtp", ("dense", {}), keys={"kv_cache_dtype": "fp8"}),
+    "dynamic depth": Family(
+        "mtp",
+        ("dense", {}),
+        keys={"num_speculative_tokens_per_batch_size": [[1, 1, 3], [2, 3, 2], [4, 4, 1]]},
+    ),
 }
 
 

@@ -1,5 +1,6 @@
 """`vllm serve` with windowed MTP, as `examples/serve.sh` starts it, asked by the `openai` client."""
 
+import json
 import os
 import random
 import signal
@@ -9,6 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,7 @@ from pathlib import Path
 import pytest
 from openai import OpenAI
 
+from tests.support import parity
 from tests.support.engine import engine
 
 pytestmark = pytest.mark.engine
@@ -179,6 +182,101 @@ def test_concurrent_answers_are_plain_decodings(server, prompts, plain):
         )
     assert answers == plain
     assert all(len(answer) == MAX_TOKENS for answer in answers)
+
+
+def test_streams_are_plain_decodings(server, prompts, plain):
+    client = server.client()
+    assert [ask(client, prompt, stream=True) for prompt in prompts[:8]] == plain[:8]
+    parity.record("streaming", "plain", "same")
+
+
+def test_echo_gives_the_prompt_and_plain_decodings_answer(server, prompts, plain):
+    answer = server.client().completions.create(
+        model="tiny-dense",
+        prompt=prompts[0],
+        max_tokens=MAX_TOKENS,
+        temperature=0,
+        echo=True,
+        logprobs=0,
+        extra_body=IDS,
+    )
+    [choice] = answer.choices
+    assert choice.prompt_token_ids == prompts[0]
+    assert choice.token_ids[-MAX_TOKENS:] == plain[0]
+    assert len(choice.logprobs.tokens) == len(prompts[0]) + MAX_TOKENS
+    parity.record("echo", "plain", "same")
+
+
+def test_a_tool_is_called_by_its_schema(server):
+    schema = {
+        "type": "object",
+        "properties": {"city": {"enum": ["Oslo", "Rome"]}, "days": {"enum": [1, 2, 3]}},
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    }
+    tool = {"type": "function", "function": {"name": "forecast", "parameters": schema}}
+    answers = [
+        server.client().chat.completions.create(
+            model="tiny-dense",
+            messages=[{"role": "user", "content": f"{question} " * 60}],
+            tools=[tool],
+            tool_choice={"type": "function", "function": {"name": "forecast"}},
+            max_tokens=100,
+            temperature=0,
+        )
+        for question in ("Rain", "Snow tomorrow")
+    ]
+    for answer in answers:
+        [call] = answer.choices[0].message.tool_calls
+        assert call.function.name == "forecast"
+        found = json.loads(call.function.arguments)
+        assert found["city"] in ("Oslo", "Rome")
+        assert found["days"] in (1, 2, 3)
+    parity.record("tool calling", "the tool's schema", "valid")
+
+
+def test_metrics_say_what_the_draft_reads_and_holds(server, prompts):
+    longest = max(prompts, key=len)
+    ask(server.client(), longest, stream=False)
+    assert server.metric("wmtp:draft_window_tokens") == WINDOW
+    assert server.metric("wmtp:draft_sink_tokens") == SINK
+    reads = server.metric("wmtp:draft_reads_total")
+    # Sink and window are whole blocks, of 32 tokens here.
+    assert WINDOW < server.metric("wmtp:draft_kept_tokens_total") / reads <= WINDOW + SINK + 64
+    assert server.metric("wmtp:draft_context_tokens_total") / reads > 1.5 * WINDOW
+    assert server.metric("wmtp:ring_pool_blocks") > 0
+    assert server.metric("wmtp:kv_bytes_saved") > 0
+    server.metric("wmtp:warm_starts_total")
+
+
+def test_malformed_requests_are_refused_and_the_next_is_answered(server, prompts, plain):
+    rng = random.Random(3)
+    good = {"model": "tiny-dense", "prompt": prompts[0], "max_tokens": 4, "temperature": 0}
+    junk = [None, -1, 0, 1e30, "", "x" * 5000, [], [[]], {}, [None], [-5], [10**9], "\ud800", True]
+    keys = [
+        *(*good, "n", "top_p", "top_k", "stop", "logprobs", "seed", "echo", "stream", "min_tokens"),
+        *("logit_bias", "structured_outputs", "response_format", "priority", "cache_salt"),
+        *("repetition_penalty", "bad_words", "prompt_embeds", "truncate_prompt_tokens"),
+    ]
+    statuses: Counter[int] = Counter()
+    for _ in range(300):
+        body = good | {rng.choice(keys): rng.choice(junk) for _ in range(rng.randrange(1, 3))}
+        # Else what is no mistake generates for ever.
+        body["max_tokens"] = body["max_tokens"] if body["max_tokens"] in (-1, 0, 4) else "many"
+        request = urllib.request.Request(
+            f"{server.url}/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                response.read()
+                statuses[response.status] += 1
+        except urllib.error.HTTPError as error:
+            statuses[error.code] += 1
+    print(dict(statuses), end=" ")
+    assert statuses[400] > 100
+    assert ask(server.client(), prompts[0], stream=False) == plain[0]
 
 
 def test_metrics_count_drafts_and_acceptance(server, prompts):

@@ -89,7 +89,7 @@ class Engine:
     @property
     def ring(self) -> Any:
         """The `RingManager`."""
-        return seams.ring_of(self.llm)
+        return seams.ring_of(self.core.scheduler)
 
     @property
     def core(self) -> Any:

@@ -74,16 +74,32 @@ def _measure(
 
 
 def counters(base_url: str) -> dict[str, int]:
-    """Drafts and accepted tokens so far, by the server's `/metrics`; 0 where nothing speculates."""
+    """Drafts and accepted tokens so far; 0 where nothing speculates."""
+    values = metrics(base_url)
+    names = ("drafts", "accepted_tokens")
+    return {name: int(values.get(f"{COUNTERS}{name}_total", 0)) for name in names}
+
+
+def metrics(base_url: str, label: str | None = None) -> dict[str, float]:
+    """What the server's `/metrics` has, by name, summed over labels.
+
+    Args:
+        base_url: with `/v1` or without.
+        label: name of a label whose value is appended to the names that have it, as `name[value]`.
+
+    Raises:
+        OSError: nothing answers there.
+
+    """
     from prometheus_client.parser import text_string_to_metric_families
 
     root = base_url.rstrip("/").removesuffix("/v1")
     with urllib.request.urlopen(f"{root}/metrics", timeout=30) as response:
         text = response.read().decode()
-    found = {"drafts": 0, "accepted_tokens": 0}
+    found: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            name = sample.name.removeprefix(COUNTERS).removesuffix("_total")
-            if sample.name.startswith(COUNTERS) and name in found:
-                found[name] += int(sample.value)
+            value = sample.labels.get(label) if label else None
+            name = sample.name if value is None else f"{sample.name}[{value}]"
+            found[name] = found.get(name, 0) + sample.value
     return found

@@ -140,12 +140,15 @@ def _examine(values: dict[str, Any]) -> dict[str, Any]:
     from wmtp_vllm.planner import dissection
 
     seams.apply()
-    target = Target(**values)
+    return dissection.answer(question(Target(**values)), dissection.draft_kinds)
+
+
+def question(target: Target) -> Question:
+    """What the planner is asked for a target."""
     config = models.find(target.preset).config if target.preset else _default_config(target)
     speculative_config = {"method": METHOD, "num_speculative_tokens": 1, "draft_window_size": 1024}
     arguments = {"max_model_len": 8192, "max_num_seqs": 1}
-    question = Question(config, arguments, speculative_config, 1, 16, 1e15)
-    return dissection.answer(question, dissection.draft_kinds)
+    return Question(config, arguments, speculative_config, 1, 16, 1e15)
 
 
 def _default_config(target: Target) -> dict[str, Any]:

@@ -6,6 +6,7 @@
 | hybrid    | Qwen3-Next (GDN, MoE), bfloat16  | the same, on a hybrid model                      |
 | induction | MiMo, float32                    | is right exactly when its KV has the copy source |
 | trained   | MiMo, float32                    | was trained on text, and on looking back         |
+| mla       | DeepSeek-V3 (MLA), float32       | as dense's                                       |
 | glm       | GLM-4.5, float32                 | as dense's; one or more modules in a row         |
 | llama     | Llama, float32                   | none; `eagle3` makes one                         |
 | eagle3    | EAGLE-3, float32                 | is one, for a llama                              |
@@ -34,6 +35,7 @@ from wmtp_vllm.tiny_models.dense import DenseOptions, dense
 from wmtp_vllm.tiny_models.forms import FormOptions, eagle3, glm, llama
 from wmtp_vllm.tiny_models.hybrid import HybridOptions, hybrid
 from wmtp_vllm.tiny_models.induction import InductionOptions, induction
+from wmtp_vllm.tiny_models.mla import MLAOptions, mla
 from wmtp_vllm.tiny_models.shipped import FOLDER, TrainedOptions, trained
 
 __all__ = [
@@ -41,18 +43,20 @@ __all__ = [
     "FormOptions",
     "HybridOptions",
     "InductionOptions",
+    "MLAOptions",
     "Name",
     "TrainedOptions",
     "build",
 ]
 
-Name = Literal["dense", "hybrid", "induction", "trained", "glm", "llama", "eagle3"]
+Name = Literal["dense", "hybrid", "induction", "trained", "mla", "glm", "llama", "eagle3"]
 
 GENERATORS: dict[str, tuple[Callable[..., Any], Callable[[Any], Checkpoint]]] = {
     "dense": (DenseOptions, dense),
     "hybrid": (HybridOptions, hybrid),
     "induction": (InductionOptions, induction),
     "trained": (TrainedOptions, trained),
+    "mla": (MLAOptions, mla),
     "glm": (FormOptions, glm),
     "llama": (FormOptions, llama),
     "eagle3": (FormOptions, eagle3),

@@ -1,0 +1,35 @@
+"""Heads that no test runs: what vLLM's real classes make of them is planned and read as it should be."""
+
+from dataclasses import asdict
+
+import pytest
+
+from tests.support.family_plan import SINK, WINDOW, K
+from wmtp_vllm import child
+from wmtp_vllm.planner import families
+from wmtp_vllm.planner.anatomy import ENVIRONMENT
+from wmtp_vllm.window import Window
+
+pytestmark = pytest.mark.unit
+
+HEADS = ("ErnieMTPModel", "ExaoneMoeMTP", "HYV3MTPModel", "MiMoV2MTPModel", "NemotronHMTPModel")
+HEADS += ("Qwen3_5MTP", "Qwen3_5MoeMTP")
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_spec_plan_and_metadata_of_a_head_that_is_not_run(head):
+    found = child.call(
+        "tests.support.family_plan",
+        asdict(families.TARGETS[head]),
+        child.ENVIRONMENT | ENVIRONMENT,
+    )
+    spec = found["spec"]
+    window = Window(spec["window"], spec["sink"], spec["block_size"])
+    is_sliding = (window.size, window.sink) != (WINDOW, SINK)
+    assert not is_sliding or (window.size < WINDOW and window.sink == 0), "its own, smaller window"
+    assert spec["pool_blocks"] > window.ring_budget(K, 8192)
+    page = found["ring_bytes"] // found["layers"] // spec["pool_blocks"]
+    assert page * spec["pool_blocks"] * found["layers"] == found["ring_bytes"]
+    assert page % (spec["block_size"] * spec["num_kv_heads"] * spec["head_size"]) == 0
+    for length, query, kept in found["kept"]:
+        assert kept == window.num_kept(length, query) < length
