@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
 from vllm.triton_utils import HAS_TRITON
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -34,6 +35,11 @@ SUPPORTED_BACKENDS = (
     "ROCM_AITER_UNIFIED_ATTN",
     "ROCM_SEGMENTED_ATTN",
     "FLEX_ATTENTION",
+    "CPU_MLA",
+    "FLASHINFER_MLA",
+    "FLASHMLA",
+    "FLASH_ATTN_MLA",
+    "TRITON_MLA",
 )
 """Native backends, by vLLM's names, whose builders read nothing but what is made compact here."""
 
@@ -101,6 +107,8 @@ def windowed_backend(
             super().__init__(kv_cache_spec, layer_names, vllm_config, device, **kwargs)
             window = Window(window_size, sink_size, kv_cache_spec.block_size)
             self.compactor = Compactor(window, num_null_blocks, vllm_config, device)
+            if isinstance(self, MLACommonMetadataBuilder):
+                self.compactor.longest_decode = self.reorder_batch_threshold
 
         def build(
             self,
@@ -143,6 +151,9 @@ class Compactor:
         scheduler = vllm_config.scheduler_config
         self.window = window
         self.num_null_blocks = num_null_blocks
+        self.longest_decode: int | None = None
+        """Most queries of a request up to which the host's lengths may be bounds; None for any. MLA
+        plans the earlier tokens of a chunk on the host, from lengths that it takes for exact."""
         self.is_further_step = False
         """Whether the next call is for the batch of the last one, a draft step later."""
         self._lengths: list[int] | None = None
@@ -150,6 +161,9 @@ class Compactor:
             window.max_kept_blocks(scheduler.max_num_batched_tokens),
             ceil_div(vllm_config.model_config.max_model_len, window.block_size),
         )
+        # FlashInfer's MLA kernels want whole units of 128 tokens.
+        unit = max(1, 128 // window.block_size)
+        max_width = ceil_div(max_width, unit) * unit
         # A batch padded to a captured size can have more rows than there are sequences.
         captured = vllm_config.compilation_config.max_cudagraph_capture_size or 0
         max_num_reqs = max(scheduler.max_num_seqs, captured)
@@ -201,11 +215,23 @@ class Compactor:
             block_table_tensor=table,
             seq_lens=lens,
             max_seq_len=min(logical.max_seq_len, window.max_compact_length(logical.max_query_len)),
-            seq_lens_cpu_upper_bound=lens
-            if LENGTHS_ARE_ON_HOST
-            else self._cpu_upper_bound(logical),
+            seq_lens_cpu_upper_bound=self._cpu_lengths(logical, lens),
             _num_computed_tokens_cache=None,
         )
+
+    def _cpu_lengths(
+        self, logical: CommonAttentionMetadata, lens: torch.Tensor
+    ) -> torch.Tensor | None:
+        if LENGTHS_ARE_ON_HOST:
+            return lens
+        if self.longest_decode is not None:
+            query_lens = logical.query_start_loc_cpu.diff()
+            used = query_lens[query_lens > 0]
+            # The same of all, or some are taken for chunks.
+            if logical.max_query_len > self.longest_decode or (used != used[:1]).any():
+                # Which blocks are held only the device knows: this waits for it, while prompts are read.
+                return lens.cpu()
+        return self._cpu_upper_bound(logical)
 
     def _is_a_token_later(self, lengths: list[int]) -> bool:
         """Whether each request keeps the blocks of the last call and has one token more.

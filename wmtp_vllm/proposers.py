@@ -15,9 +15,14 @@ from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.v1.attention.backend import AttentionBackend
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 
 from wmtp_vllm import draft_prefill
 from wmtp_vllm.attention_backends.windowed import windowed_backend
@@ -26,8 +31,10 @@ from wmtp_vllm.kv_manager.spec import RingSpec
 
 logger = init_logger("vllm.wmtp_vllm.proposers")
 
-ring_layers: weakref.WeakSet[Attention] = weakref.WeakSet()
+ring_layers: weakref.WeakSet[Attention | MLAAttention] = weakref.WeakSet()
 """The draft layers of this process whose KV is in a ring."""
+
+HANDLED_SPECS = (FullAttentionSpec, SlidingWindowSpec, MLAAttentionSpec)
 
 
 _draft_models: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -111,15 +118,16 @@ def _equip_layer(
 ) -> None:
     layer = vllm_config.compilation_config.static_forward_context[name]
     native_spec = layer.get_kv_cache_spec(vllm_config)
-    if not isinstance(layer, Attention) or type(native_spec) not in (
-        FullAttentionSpec,
-        SlidingWindowSpec,
+    if (
+        not isinstance(layer, Attention | MLAAttention)
+        or type(native_spec) not in HANDLED_SPECS
+        or getattr(layer, "indexer", None) is not None
     ):
         raise ValueError(
             f"{config.method} does not handle the attention of the draft layer {name}: a "
-            f"{type(layer).__name__} with a {type(native_spec).__name__}. It handles full and "
-            f"sliding-window attention with keys and values of its own. Use method "
-            f'"{config.native_method}".'
+            f"{type(layer).__name__} with a {type(native_spec).__name__}. It handles full, "
+            "sliding-window and multi-head latent attention (MLA) with a KV cache of its own and no "
+            f'indexer. Use method "{config.native_method}".'
         )
     if getattr(getattr(layer, "impl", None), "alibi_slopes", None) is not None:
         raise ValueError(
@@ -128,7 +136,7 @@ def _equip_layer(
             f'"{config.native_method}".'
         )
     window, sink = config.draft_window_size, config.draft_sink_size
-    if layer.sliding_window is not None:
+    if getattr(layer, "sliding_window", None) is not None:
         logger.warning_once(
             "windowed_mtp: the draft has a sliding window of its own, of %d tokens, so it reads the "
             "last %d tokens and no sink.",

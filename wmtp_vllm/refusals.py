@@ -118,9 +118,9 @@ def after_config(config: WindowedMTPConfig, speculative_config: Any, target: Any
             "it reads a bounded number of tokens already, which the indexer chooses among all",
         ),
         (
-            draft.use_mla,
+            config.draft_attention_backend == "xformers" and draft.use_mla,
             "multi-head latent attention (MLA)",
-            "its cache holds latents in a format of its own",
+            'xFormers ("draft_attention_backend") has no operator for it',
         ),
         (
             speculative_config.parallel_drafting,

@@ -45,14 +45,20 @@ class Family:
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
+MLA = {
+    "block_size": 16,  # the only one of vLLM's CPU kernel
+    # vLLM's rotary kernel for CPUs leaves three-dimensional queries, which MLA has, as they are.
+    "compilation_config": {"custom_ops": ["none"]},
+    "max_num_batched_tokens": MAX_MODEL_LEN,  # prompts whole: vLLM has no chunks there
+}
 FAMILIES = {
     "GLM-4.5 form, one module": Family("mtp", ("glm", {})),
     "GLM-4.5 form, two modules": Family("mtp", ("glm", {"modules": 2}), k=2),
     "GLM-4.5 form, two modules twice": Family("mtp", ("glm", {"modules": 2}), k=4),
+    "MLA, float32": Family("mtp", ("mla", {}), arguments=MLA),
+    "MLA, bfloat16": Family("mtp", ("mla", {}), arguments=MLA | {"dtype": "bfloat16"}),
     "EAGLE-3": Family("eagle3", ("llama", {"layers": 4}), ("eagle3", {"layers": 4})),
-    "draft model": Family(
-        "draft_model", ("llama", {"layers": 4}), ("llama", {"layers": 1, "noise": 0})
-    ),
+    "draft model": Family("draft_model", ("llama", {"layers": 4}), ("llama", {"layers": 1})),
     "fp8 KV": Family("mtp", ("dense", {}), arguments={"kv_cache_dtype": "fp8"}),
     "fp8 KV of the draft": Family("mtp", ("dense", {}), keys={"kv_cache_dtype": "fp8"}),
     "dynamic depth": Family(

@@ -18,8 +18,9 @@ from torch.nn.attention.flex_attention import BlockMask
 from vllm.config import CUDAGraphMode
 from vllm.utils.torch_utils import is_strictly_contiguous
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends import fa_utils
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
 from wmtp_vllm.attention_backends import windowed as module
 from wmtp_vllm.attention_backends.windowed import NOT_OVER_A_RING, name_of, windowed_backend
@@ -40,8 +41,9 @@ BACKENDS = (
     *("FLASH_ATTN 2", "FLASH_ATTN 3", "FLASH_ATTN 4", "TRITON_ATTN", "FLEX_ATTENTION"),
     *("FLASHINFER native", "FLASHINFER XQA", "FLASHINFER TRTLLM_GEN"),
     *("ROCM_ATTN", "ROCM_AITER_FA", "ROCM_AITER_UNIFIED_ATTN", "ROCM_SEGMENTED_ATTN"),
+    *("CPU_MLA", "FLASHINFER_MLA", "FLASHMLA", "FLASH_ATTN_MLA", "TRITON_MLA"),
 )
-UPDATED_IN_PLACE = (*BACKENDS[:4], "FLASHINFER TRTLLM_GEN")
+UPDATED_IN_PLACE = (*BACKENDS[:4], "FLASHINFER TRTLLM_GEN", "TRITON_MLA")
 
 
 class Planner:
@@ -76,9 +78,11 @@ def copy_page_indices(indices, table, row_distance, indptr, BLOCK_SIZE):
 def native(request, monkeypatch):
     """A backend, from a copy of its module of which no other test sees what is replaced in it."""
     name, _, variant = request.param.partition(" ")
-    package = ("", ".decode", ".prefill", ".utils") if name == "FLASHINFER" else ()
+    package = ("", ".decode", ".prefill", ".utils") if "FLASHINFER" in name else ()
     for absent in ("vllm.platforms.rocm", *("flashinfer" + part for part in package)):
         monkeypatch.setitem(sys.modules, absent, Absent(absent))
+    for function in ("flash_attn_varlen_func", "get_scheduler_metadata"):
+        monkeypatch.setattr(fa_utils, function, None, raising=False)
     path, _, backend = AttentionBackendEnum[name].value.rpartition(".")
     spec = importlib.util.find_spec(path)
     module = importlib.util.module_from_spec(spec)
@@ -90,8 +94,11 @@ def native(request, monkeypatch):
         return torch.zeros(*shape, **kwargs)
 
     module.torch = SimpleNamespace(**vars(torch) | {"zeros": zeros, "empty": zeros})
-    if name == "FLASH_ATTN":
-        module.get_flash_attn_version = lambda *args, **kwargs: int(variant)
+    if name == "FLASHMLA":
+        module.get_mla_metadata = lambda lengths, *args, **kwargs: (lengths.clone(), None)
+        module.num_compute_units = lambda *args: 8
+    if name.startswith("FLASH_ATTN"):
+        module.get_flash_attn_version = lambda *args, **kwargs: int(variant or 3)
         module.get_scheduler_metadata = lambda **of: of["cache_seqlens"].clone()
     if name == "FLASHINFER":
         module.get_per_layer_parameters = lambda *args: None
@@ -114,6 +121,22 @@ class Config(SimpleNamespace):
         return self if name.endswith("_config") else None
 
 
+class Latent(SimpleNamespace):
+    """What builders ask an MLA layer and its prefill backend for."""
+
+    num_heads, q_lora_rank, kv_lora_rank, qk_rope_head_dim = 4, None, 512, 64
+    qk_nope_head_dim = v_head_dim = 128
+
+    @property
+    def prefill_backend(self):
+        return self
+
+    def clone(self):
+        return self
+
+    def prepare_metadata(self, metadata): ...
+
+
 class Builders:
     """A wrapped builder and an unwrapped one; with a ring's null blocks if the backend can."""
 
@@ -121,13 +144,20 @@ class Builders:
         torch.manual_seed(0)
         self.ring = name_of(native) not in NOT_OVER_A_RING
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=64, dtype=torch.half)
+        if native.is_mla():
+            spec = MLAAttentionSpec(
+                block_size=BLOCK, num_kv_heads=1, head_size=576, dtype=torch.half
+            )
         config = Config(dtype=torch.half, max_num_seqs=REQS, max_num_batched_tokens=512)
+        config.block_size = BLOCK
         config.cache_dtype, config.num_gpu_blocks, config.max_model_len = "auto", BLOCKS, MAX_LEN
         config.num_speculative_tokens, config.decode_context_parallel_size = drafted, 1
         config.cudagraph_mode, config.cudagraph_capture_sizes = CUDAGraphMode.FULL, [REQS]
         config.flash_attn_max_num_splits_for_cuda_graph, config.static_forward_context = 8, {}
+        config.static_forward_context["draft"] = Latent()
+        config.prefill_context_parallel_size = config.cp_kv_cache_interleave_size = 1
         config.get_num_attention_heads, config.get_num_kv_heads = lambda _: 4, lambda _: 2
-        config.get_head_size = lambda: 64
+        config.get_head_size = lambda: 576 if native.is_mla() else 64
         config.get_resolved_kv_cache_layout = lambda: Config(name="LBNHC")
         windowed = windowed_backend(native, WINDOW.size, WINDOW.sink, int(self.ring))
         args = spec, ["draft"], config, torch.device("cpu")
@@ -173,13 +203,16 @@ class Builders:
         )
 
 
+NO_MATTER = ("windowed_mtp_logical", "workspace")  # the latter is memory as it was found
+
+
 def values(it, name=""):
     """All that native metadata holds, as {path: value}, and the mask of FlexAttention's."""
     if isinstance(it, BlockMask):
         mask = it.mask_mod(0, 0, *torch.meshgrid(*map(torch.arange, it.seq_lengths), indexing="ij"))
         it = {"mask": mask, "blocks": it.kv_indices, "num_blocks": it.kv_num_blocks}
     elif is_dataclass(it) or isinstance(it, Planner):
-        it = {k: v for k, v in vars(it).items() if k != "windowed_mtp_logical" and not callable(v)}
+        it = {k: v for k, v in vars(it).items() if k not in NO_MATTER and not callable(v)}
     elif isinstance(it, list | tuple):
         it = dict(enumerate(it))
     if isinstance(it, dict):

@@ -27,6 +27,7 @@ PARAMS = {  # billions, by the makers' model cards, without drafts but for these
     "glm-4.5": 355,
     "glm-4.7-flash": 30,
     "llama-3.1-8b-eagle3": 8.03 + 0.13,
+    "llama-3.1-8b-with-1b": 8.03 + 0.26,
     "mimo-7b": 7.6,
     "mimo-v2-flash": 309,
     "nemotron-3-super-120b-a12b": 120.6,
@@ -40,6 +41,7 @@ DRAFT_SHARE = {
     "glm-4.5": 1 / 93,
     "glm-4.7-flash": 1 / 48,
     "llama-3.1-8b-eagle3": 1 / 33,
+    "llama-3.1-8b-with-1b": 1 / 5,
     "mimo-7b": 1 / 37,
     "qwen3.6-27b": 1 / 17,
 }
@@ -76,9 +78,8 @@ def test_every_preset_gives_the_drafts_share_of_kv(presets):
 
 def test_what_the_plugin_refuses_is_planned_natively_with_the_reason(presets):
     refused = {name for name, anatomy in presets.items() if anatomy.refusal}
-    assert refused == {"deepseek-v3", "glm-4.7-flash", "mimo-v2-flash"}
-    anatomy = presets["deepseek-v3"]
-    assert "MLA" in anatomy.refusal
+    assert refused == {"mimo-v2-flash"}
+    anatomy = presets["mimo-v2-flash"]
     assert anatomy.memory.native_capacity
     assert anatomy.memory.windowed_capacity is None
 

@@ -306,6 +306,7 @@ class TestWeights:
 
 class TestDrafts:
     def test_sparse_attention(self, without_weights: Callable[..., str]) -> None:
+        config_of(without_weights(**DEEPSEEK), load_format="dummy")
         model = without_weights(folder="sparse", **DEEPSEEK, index_topk=64)
         with pytest.raises(ValueError, match="the draft DeepSeekMTPModel") as refusal:
             config_of(model, load_format="dummy")
@@ -313,12 +314,13 @@ class TestDrafts:
         assert "a bounded number of tokens already" in str(refusal.value)
         assert 'Use method "mtp"' in str(refusal.value)
 
-    def test_latent_attention(self, without_weights: Callable[..., str]) -> None:
-        model = without_weights(**DEEPSEEK)
-        with pytest.raises(ValueError, match="the draft DeepSeekMTPModel") as refusal:
-            config_of(model, load_format="dummy")
-        assert "multi-head latent attention (MLA)" in str(refusal.value)
-        assert 'Use method "mtp"' in str(refusal.value)
+    def test_a_draft_that_vllm_takes_for_another_method(
+        self, tiny_model: Callable[..., str], without_weights: Callable[..., str]
+    ) -> None:
+        model = without_weights("llama", folder="an-eagle3-like-one")
+        keys = {"model": model, "method": "windowed_draft_model"}
+        with pytest.raises(ValueError, match=r"of method 'draft_model', but .* one of 'eagle3'"):
+            config_of(tiny_model("llama"), windowed(3, 128, 16) | keys)
 
     @pytest.mark.parametrize(
         ("kind", "named"),
@@ -371,6 +373,10 @@ class FakeLayer(Attention):
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
         return self.spec
+
+
+class Sparse(FakeLayer):
+    indexer = object()
 
 
 ENGINE: Any = SimpleNamespace(cache_config=SimpleNamespace(prefix_match_unit=None))
@@ -436,19 +442,19 @@ class TestDraftLayers:
     @pytest.mark.parametrize(
         ("layer", "found"),
         [
-            (FakeLayer(MLAAttentionSpec(**shape())), "a FakeLayer with a MLAAttentionSpec"),
+            (Sparse(MLAAttentionSpec(**shape())), "a Sparse with a MLAAttentionSpec"),
             (FakeLayer(None), "a FakeLayer with a NoneType"),
             (
                 SimpleNamespace(get_kv_cache_spec=lambda _: FullAttentionSpec(**shape())),
                 "a SimpleNamespace with a FullAttentionSpec",
             ),
         ],
-        ids=["latents", "the target's KV", "no attention layer"],
+        ids=["sparse", "the target's KV", "no attention layer"],
     )
     def test_other_kinds_are_refused_by_layer_and_kind(self, layer: Any, found: str) -> None:
         with pytest.raises(ValueError, match=f"of the draft layer mtp.attn: {found}") as refusal:
             equip(layer)
-        assert "It handles full and sliding-window attention" in str(refusal.value)
+        assert "It handles full, sliding-window and multi-head latent" in str(refusal.value)
         assert 'Use method "mtp"' in str(refusal.value)
 
     def test_attention_backends_that_are_not_handled_are_named(self) -> None:

@@ -49,7 +49,7 @@ def _study(question: Question) -> dict[str, Any]:
     if question.draft_config is None:  # an MTP head's embeddings and output head are the target's
         draft_part = replace(draft_part, head_params=target_part.head_params)
         stored -= _numel(_vocabulary(draft))
-    else:  # of an EAGLE head the embeddings are
+    elif not vllm_config.speculative_config.uses_draft_model():  # an EAGLE head's embeddings are
         stored -= _numel(_vocabulary(draft)) - _numel(_vocabulary(draft, only_head=True))
     weights = stored * question.weight_bits / 8 + shared * HEAD_BITS / 8
     kv_bytes = question.kv_bytes
@@ -231,13 +231,24 @@ def _build(vllm_config: Any) -> tuple[Any, Any, list[str]]:
         with torch.device("meta"), set_default_torch_dtype(dtype), _as_if_kernels_were_there():
             target = initialize(vllm_config)
             target_layers = set(layers)
-            model_config = vllm_config.speculative_config.draft_model_config
-            draft = initialize(vllm_config, model_config=model_config)
+            draft = _draft(initialize, vllm_config)
         # As the executor does once the model is loaded.
         current_platform.update_block_size_for_backend(vllm_config)
     new = [name for name in layers if name not in target_layers]
     with_kv = [n for n in new if getattr(layers[n], "get_kv_cache_spec", None)]
     return target, draft, [n for n in with_kv if layers[n].get_kv_cache_spec(vllm_config)]
+
+
+def _draft(initialize: Callable[..., Any], vllm_config: Any) -> Any:
+    """The draft as vLLM's proposers make it."""
+    from vllm.config.utils import replace as replace_config
+
+    speculative_config = vllm_config.speculative_config
+    model_config = speculative_config.draft_model_config
+    if not speculative_config.uses_draft_model():
+        return initialize(vllm_config, model_config=model_config)
+    own = replace_config(vllm_config, quant_config=None, model_config=model_config)
+    return initialize(own, prefix="draft_model")
 
 
 def _as_if_kernels_were_there() -> contextlib.AbstractContextManager[Any]:

@@ -20,7 +20,7 @@ from wmtp_vllm.console import progress
 from wmtp_vllm.planner import models
 from wmtp_vllm.planner.anatomy import ENVIRONMENT, Question
 
-RUN = {"MiMoMTPModel", "Qwen3NextMTP", "Glm4MoeMTPModel"}
+RUN = {"MiMoMTPModel", "Qwen3NextMTP", "DeepSeekMTPModel", "Glm4MoeMTPModel"}
 """Heads of which the tests run a tiny one."""
 
 
@@ -58,12 +58,17 @@ TARGETS = {
     "Glm4MoeMTPModel": Target("glm-4.5"),
     "Glm5NextMTPModel": Target("", "glm5_next", "Glm5NextForCausalLM", ONE),
     "GlmOcrMTPModel": Target("", "glm_ocr", "GlmOcrForConditionalGeneration", ONE),
-    "HYV3MTPModel": Target("", "hy_v3", "HYV3ForCausalLM", ONE),
+    "HYV3MTPModel": Target("", "hy_v3", "HYV3ForCausalLM", ONE | {"first_k_dense_replace": 1}),
     "HYV4MTPModel": Target("", "hy_v4", "HYV4ForCausalLM", ONE),
     "InklingMTPModel": Target("", "inkling_model", "InklingForCausalLM", ONE),
     "InternS2MobiusMTP": Target("", "interns2_mobius", "InternS2MobiusForConditionalGeneration"),
     "KimiK3MTPModel": Target("", "kimi_k3", "KimiK3ForConditionalGeneration", ONE),
-    "LongCatFlashMTPModel": Target("", "longcat_flash", "LongcatFlashForCausalLM", ONE),
+    "LongCatFlashMTPModel": Target(
+        "",
+        "longcat_flash",
+        "LongcatFlashForCausalLM",
+        ONE | {"mla_scale_q_lora": True, "mla_scale_kv_lora": True},
+    ),
     "MiMoMTPModel": Target("mimo-7b"),
     "MiMoV2MTPModel": Target("mimo-v2-flash"),
     "MiMoV2OmniMTPModel": Target("", "mimo_v2", "MiMoV2OmniForCausalLM", ONE),
@@ -155,8 +160,9 @@ def _default_config(target: Target) -> dict[str, Any]:
     from transformers import AutoConfig
     from vllm.transformers_utils.config import _CONFIG_REGISTRY
 
-    own = _CONFIG_REGISTRY.get(target.model_type)
-    made = own() if own else AutoConfig.for_model(target.model_type)
+    is_own = target.model_type in _CONFIG_REGISTRY  # a lazy dictionary: only its `[]` imports
+    make = _CONFIG_REGISTRY[target.model_type] if is_own else None
+    made = make() if make else AutoConfig.for_model(target.model_type)
     config: dict[str, Any] = json.loads(made.to_json_string(use_diff=False))
     return config | {"architectures": [target.architecture]} | target.keys
 
