@@ -35,6 +35,7 @@ SMALL = [
     *("--kv-cache-memory-bytes", "64M"),
     *("--max-model-len", "8192"),
     *("--max-num-batched-tokens", "256"),
+    *("--tool-call-parser", "hermes", "--enable-auto-tool-choice"),
 ]
 IDS = {"return_token_ids": True, "ignore_eos": True}
 

@@ -1,13 +1,9 @@
 """Heads that no test runs: what vLLM's real classes make of them is planned and read as it should be."""
 
-from dataclasses import asdict
-
 import pytest
 
 from tests.support.family_plan import SINK, WINDOW, K
-from wmtp_vllm import child
 from wmtp_vllm.planner import families
-from wmtp_vllm.planner.anatomy import ENVIRONMENT
 from wmtp_vllm.window import Window
 
 pytestmark = pytest.mark.unit
@@ -18,11 +14,7 @@ HEADS += ("Qwen3_5MTP", "Qwen3_5MoeMTP")
 
 @pytest.mark.parametrize("head", HEADS)
 def test_spec_plan_and_metadata_of_a_head_that_is_not_run(head):
-    found = child.call(
-        "tests.support.family_plan",
-        asdict(families.TARGETS[head]),
-        child.ENVIRONMENT | ENVIRONMENT,
-    )
+    found = families.examined("tests.support.family_plan", families.TARGETS[head])
     spec = found["spec"]
     window = Window(spec["window"], spec["sink"], spec["block_size"])
     is_sliding = (window.size, window.sink) != (WINDOW, SINK)

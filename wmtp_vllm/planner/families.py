@@ -9,9 +9,13 @@ code, with the same words.
 """
 
 import argparse
+import importlib.util
 import json
+import os
 import sys
+import tempfile
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from wmtp_vllm import child
@@ -43,6 +47,7 @@ class Target:
 
 
 ONE = {"num_nextn_predict_layers": 1}
+HY_V3 = {"first_k_dense_replace": 1, "expert_hidden_dim": 1024}
 TARGETS = {
     "BailingMoeV25MTPModel": Target("", "bailing_hybrid", "BailingMoeV2_5ForCausalLM", ONE),
     "BailingMoeV3MTPModel": Target("", "bailing_hybrid", "BailingMoeV3ForCausalLM", ONE),
@@ -58,7 +63,7 @@ TARGETS = {
     "Glm4MoeMTPModel": Target("glm-4.5"),
     "Glm5NextMTPModel": Target("", "glm5_next", "Glm5NextForCausalLM", ONE),
     "GlmOcrMTPModel": Target("", "glm_ocr", "GlmOcrForConditionalGeneration", ONE),
-    "HYV3MTPModel": Target("", "hy_v3", "HYV3ForCausalLM", ONE | {"first_k_dense_replace": 1}),
+    "HYV3MTPModel": Target("", "hy_v3", "HYV3ForCausalLM", ONE | HY_V3),
     "HYV4MTPModel": Target("", "hy_v4", "HYV4ForCausalLM", ONE),
     "InklingMTPModel": Target("", "inkling_model", "InklingForCausalLM", ONE),
     "InternS2MobiusMTP": Target("", "interns2_mobius", "InternS2MobiusForConditionalGeneration"),
@@ -83,6 +88,37 @@ TARGETS = {
     "Qwen4ExpMTP": Target("", "qwen4_exp", "Qwen4ExpForCausalLM", ONE),
     "Step3p5MTP": Target("", "step3p5", "Step3p5ForCausalLM", ONE),
 }
+
+
+NO_TORCHVISION = """
+import importlib.abc, importlib.machinery, sys, types
+__version__ = "0.0"
+
+class Nothing(type):
+    def __getattr__(cls, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return cls
+
+class Stub(metaclass=Nothing): ...
+
+class Module(types.ModuleType):
+    __path__ = []
+    def __getattr__(self, name):
+        return getattr(Stub, name)
+
+class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name, path, target=None):
+        if name.startswith("torchvision."):
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+    def create_module(self, spec):
+        return Module(spec.name)
+    def exec_module(self, module): ...
+
+sys.meta_path.insert(0, Finder())
+__getattr__ = lambda name: getattr(Stub, name)
+"""
+"""Models with eyes import image transforms, which no draft has; a CPU's vLLM often has none."""
 
 
 @dataclass(frozen=True)
@@ -122,9 +158,7 @@ def family(architecture: str) -> Family:
     if target is None:
         return _not_built(architecture, "new in this vLLM: no target of it is known here")
     try:
-        found = child.call(
-            "wmtp_vllm.planner.families", asdict(target), child.ENVIRONMENT | ENVIRONMENT
-        )
+        found = examined("wmtp_vllm.planner.families", target)
     except child.ChildFailed as failed:
         found = {"error": str(failed).strip().splitlines()[-1]}
     if "error" in found:
@@ -133,6 +167,24 @@ def family(architecture: str) -> Family:
     if verdict == "supported" and architecture not in RUN:
         verdict += ", not run here"
     return Family(architecture=architecture, verdict=verdict, **found)
+
+
+def examined(module: str, target: Target) -> Any:
+    """What `module` says of a target, in a process of its own.
+
+    Raises:
+        ChildFailed: it failed; the message is its log.
+
+    """
+    environment = child.ENVIRONMENT | ENVIRONMENT
+    with tempfile.TemporaryDirectory(prefix="wmtp-families-") as scratch:
+        if importlib.util.find_spec("torchvision") is None:
+            stub = Path(scratch) / "torchvision" / "__init__.py"
+            stub.parent.mkdir()
+            stub.write_text(NO_TORCHVISION)
+            found = os.environ.get("PYTHONPATH")
+            environment["PYTHONPATH"] = f"{scratch}{os.pathsep}{found}" if found else scratch
+        return child.call(module, asdict(target), environment)
 
 
 def _not_built(architecture: str, reason: str) -> Family:
