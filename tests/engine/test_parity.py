@@ -28,7 +28,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.v2]
 
 K, WINDOW, SINK = 3, 96, 40
 MAX_MODEL_LEN, CHUNK = 1024, 96
-LENGTHS = (3, 95, 96, 97, 300, 700)
+# Triton's interpreter takes seconds where V1 takes tenths: the same features of fewer requests.
+LENGTHS = (3, 95, 96, 97, 300, 700) if RUNNER == "V1" else (3, 97, 300, 301)
+THINNING = 1 if RUNNER == "V1" else 8
 TOLERANCE = 1e-3
 """Of log-probabilities, in float32 and batches of different shapes."""
 ARGUMENTS = {
@@ -100,7 +102,8 @@ def up_to_the_maximum_length(llm: LLM) -> Any:
 
 def every_chunk_offset(llm: LLM) -> Any:
     """Chunks of prompts beside each other begin and end everywhere."""
-    return generate(llm, prompts(range(CHUNK - 20, 2 * CHUNK + 20, 3)), max_tokens=6)
+    lengths = range(CHUNK - 20, 2 * CHUNK + 20, 3 * THINNING)
+    return generate(llm, prompts(lengths), max_tokens=6)
 
 
 def prefix_sharing(llm: LLM) -> Any:
@@ -110,14 +113,14 @@ def prefix_sharing(llm: LLM) -> Any:
 
 
 def priorities(llm: LLM) -> Any:
-    return generate(llm, priority=[5, 4, 3, 2, 1, 0])
+    return generate(llm, priority=list(range(len(LENGTHS)))[::-1])
 
 
 def aborted_at_each_step(llm: LLM) -> Any:
     """Aborts after 1, 2, 3 ... steps; what is asked next, and beside, is not disturbed."""
     core = llm.llm_engine
     answers = []
-    for steps in range(1, 26):
+    for steps in range(1, 26, THINNING):
         for i, prompt in enumerate(prompts((150, 230), seed=steps)):
             core.add_request(f"{steps}-{i}", prompt, SamplingParams(temperature=0, max_tokens=60))
         for _ in range(steps):
@@ -300,7 +303,7 @@ def test_lora_of_the_target_is_served_alike(tiny_model: Callable[..., str], tmp_
         str(model), {name: lambda llm: with_lora(llm, tmp_path)}, enable_lora=True, max_lora_rank=8
     )
     check(name, "plain", found)
-    with_adapter, without = found.plain[name][4], found.plain[name][5]
+    with_adapter, without = found.plain[name][-2], found.plain[name][-1]
     assert with_adapter["tokens"] != without["tokens"]
 
 

@@ -218,6 +218,15 @@ class ShadowWorker:
             if state.row[i] not in self.null_blocks
         ]
         listed = np.array([i * b + j for i in kept for j in range(b)], dtype=int)[:num_held]
+        if (
+            len(listed)
+            and listed[-1] >= length
+            and self.skips_unread
+            and length < state.prefill_len
+        ):
+            # Filled up to as many keys as queries, for the kernels: unread blocks are among those of
+            # the step. Its proposal is thrown away, and the KV of such a head is not from what it reads.
+            return
         if len(listed) < query_len and query_len > 1:
             raise Mismatch(f"{state.request.request_id} has fewer keys than queries at {length}")
         counts = np.isin(listed, self._counting(state, listed))

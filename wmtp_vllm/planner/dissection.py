@@ -100,20 +100,33 @@ def _study(question: Question) -> dict[str, Any]:
     }
 
 
+class RefusedAnyway(ValueError):
+    """A model that cannot be built on this machine, and whose draft is refused by its configuration."""
+
+
 def _built(question: Question) -> tuple[Any, str, Any, Any, list[str]]:
     """The engine's configuration, why windowed MTP is refused, and what `_build` makes."""
     with tempfile.TemporaryDirectory(prefix="wmtp-plan-") as scratch:
         arguments = _engine_arguments(question, Path(scratch))
         speculative_config = _speculative_config(question, Path(scratch))
         vllm_config, refusal = _engine_config(arguments, speculative_config)
-        return vllm_config, refusal, *_build(vllm_config)
+        try:
+            return vllm_config, refusal, *_build(vllm_config)
+        except Exception as error:
+            if refusal:
+                raise RefusedAnyway(refusal) from error
+            raise
 
 
 def draft_kinds(question: Question) -> dict[str, Any]:
     """What kind of draft a model has, and why windowed MTP would refuse it, if it would."""
     from wmtp_vllm import proposers
 
-    vllm_config, refusal, _, draft, names = _built(question)
+    try:
+        vllm_config, refusal, _, draft, names = _built(question)
+    except RefusedAnyway as refused:
+        nothing = {"attention": "", "layers": 0, "token_bytes": 0, "positions": ""}
+        return nothing | {"reason": str(refused)}
     layers = vllm_config.compilation_config.static_forward_context
     specs = {name: layers[name].get_kv_cache_spec(vllm_config) for name in names}
     try:

@@ -47,13 +47,18 @@ class Target:
 
 
 ONE = {"num_nextn_predict_layers": 1}
-HY_V3 = {"first_k_dense_replace": 1, "expert_hidden_dim": 1024}
+HY_V3 = {"first_k_dense_replace": 1, "expert_hidden_dim": 1024, "route_norm": True}
 TARGETS = {
     "BailingMoeV25MTPModel": Target("", "bailing_hybrid", "BailingMoeV2_5ForCausalLM", ONE),
     "BailingMoeV3MTPModel": Target("", "bailing_hybrid", "BailingMoeV3ForCausalLM", ONE),
     "DeepSeekMTPModel": Target("deepseek-v3"),
     "DeepSeekV4MTPModel": Target("", "deepseek_v4", "DeepseekV4ForCausalLM", ONE),
-    "DeepseekV32MTPModel": Target("", "deepseek_v32", "DeepseekV32ForCausalLM", ONE),
+    "DeepseekV32MTPModel": Target(
+        "",
+        "deepseek_v32",
+        "DeepseekV32ForCausalLM",
+        ONE | {"index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128},
+    ),
     "Dots3NoteMTPModel": Target("", "dots3_note", "Dots3NoteForCausalLM", ONE),
     "ErnieMTPModel": Target("", "ernie4_5_moe", "Ernie4_5_MoeForCausalLM", ONE),
     "Exaone4_5_MTP": Target("", "exaone4_5", "Exaone4_5_ForConditionalGeneration", ONE),
@@ -72,7 +77,9 @@ TARGETS = {
         "",
         "longcat_flash",
         "LongcatFlashForCausalLM",
-        ONE | {"mla_scale_q_lora": True, "mla_scale_kv_lora": True},
+        ONE
+        | dict.fromkeys(("mla_scale_q_lora", "mla_scale_kv_lora"), True)
+        | {"zero_expert_type": "identity"},
     ),
     "MiMoMTPModel": Target("mimo-7b"),
     "MiMoV2MTPModel": Target("mimo-v2-flash"),
@@ -226,7 +233,9 @@ def table(families: list[Family]) -> str:
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for f in families:
-        verdict = f"{f.verdict}: {f.reason}" if f.reason else f.verdict
+        # A refusal's first sentence says what and why; vLLM's errors list all that it knows.
+        reason = f.reason.split(". ")[0].removesuffix(".")[:200]
+        verdict = f"{f.verdict}: {reason}" if reason else f.verdict
         sizes = [f"{f.layers}", f"{f.token_bytes:,}"] if f.layers else ["", ""]
         cells = [f"`{f.architecture}`", f.attention, *sizes, f.positions, verdict]
         lines.append(f"| {' | '.join(cells)} |")
