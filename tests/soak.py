@@ -28,7 +28,7 @@ import psutil
 ROOT = Path(__file__).parents[1]
 SERVER = [
     *("--block-size", "32"),
-    *("--num-gpu-blocks-override", "60"),
+    *("--num-gpu-blocks-override", "40"),
     *("--kv-cache-memory-bytes", "64M"),
     *("--max-model-len", "1024"),
     *("--max-num-batched-tokens", "256"),
@@ -191,9 +191,9 @@ async def kill_engine(server: Server) -> dict[str, Any]:
     """Kill the engine's process while it answers; the requests must fail, and the server end."""
     rng = random.Random(0)
     async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
-        long = body(rng) | {"max_tokens": 300}
+        long = body(rng) | {"prompt": [5] * 8, "max_tokens": 1000}
         pending = [asyncio.create_task(ask(client, long, None)) for _ in range(8)]
-        await asyncio.sleep(1)
+        await asyncio.sleep(0.5)
         engine = max(server.processes()[1:], key=lambda p: p.memory_info().rss)
         engine.kill()
         outcomes = await asyncio.gather(*pending, return_exceptions=True)
@@ -230,6 +230,7 @@ def main() -> int:
         and found["share of the target's blocks still held"] == 0
         and found["memory growth over the second half"] < GROWTH
         and found["preemptions"] > 0
+        and found["requests that failed when the engine was killed"] == 8
         and found["the server ended"]
         and found["started anew and answered"]
     )

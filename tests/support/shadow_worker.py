@@ -218,12 +218,8 @@ class ShadowWorker:
             if state.row[i] not in self.null_blocks
         ]
         listed = np.array([i * b + j for i in kept for j in range(b)], dtype=int)[:num_held]
-        if (
-            len(listed)
-            and listed[-1] >= length
-            and self.skips_unread
-            and length < state.prefill_len
-        ):
+        is_filled_up = len(listed) < num_held or (listed[-1:] >= length).any()
+        if is_filled_up and self.skips_unread and length < state.prefill_len:
             # Filled up to as many keys as queries, for the kernels: unread blocks are among those of
             # the step. Its proposal is thrown away, and the KV of such a head is not from what it reads.
             return

@@ -85,6 +85,7 @@ class Life(RuleBasedStateMachine):
         self, k, window, sink, ring_block, budget, num_seqs, target_blocks, spare, caching, delayed,
         is_hybrid, seed,
     ):  # fmt: skip
+        shadow_worker.RIGHT_DRAFTS = 0.7
         config = engine_config(
             self.model,
             windowed(k, window, sink),
