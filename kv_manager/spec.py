@@ -1,7 +1,7 @@
 """The KV cache spec of a windowed draft layer: a ring of blocks instead of one slot a token."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -36,7 +36,7 @@ class RingSpec(AttentionSpec):
     modest number."""
     pool_blocks: int = 0
     """Blocks of the ring pool, its null block included; 0 until planned."""
-    saved_bytes: int = 0
+    saved_bytes: int = field(default=0, compare=False)
     """What native MTP would spend on the draft's KV on a worker, less the ring pool; 0 until planned."""
 
     @classmethod
