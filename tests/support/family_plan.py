@@ -67,7 +67,8 @@ def _kept(config: Any, name: str, spec: RingSpec) -> list[tuple[int, int, int]]:
         )
         batch.seq_lens_cpu_upper_bound = seq_lens
         built = builder.build(0, batch)
-        built = getattr(built, "decode", built)  # MLA has the lengths of steps there; of chunks, spread
+        # MLA has the lengths of steps in a part of their own, those of chunks in several.
+        built = getattr(built, "decode", built)
         if built is not None:
             found.append((lengths[0], query, int(built.seq_lens[0])))
     return found
