@@ -12,11 +12,15 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
+from tests.conftest import RUNNER
 from tests.support.engine import Engine, engine, windowed
 
 pytestmark = [pytest.mark.engine, pytest.mark.v2]
 
-RUNS = int(os.environ.get("WMTP_FUZZ_RUNS", 12))
+ENOUGH = 12
+"""Runs in which all kinds of events must have happened."""
+# Triton's interpreter is slow.
+RUNS = int(os.environ.get("WMTP_FUZZ_RUNS", ENOUGH if RUNNER == "V1" else 2))
 RUNS_A_LIFE = 6
 SEED = int(os.environ.get("WMTP_FUZZ_SEED", 0))
 MAX_MODEL_LEN = 768
@@ -125,4 +129,5 @@ def test_any_mix_of_requests_in_any_pool_is_answered_as_by_plain_decoding(tiny_m
             seen["accepted"] += int(counters["vllm:spec_decode_num_accepted_tokens"])
     print(dict(seen), end=" ")
     assert seen["runs"] == RUNS
-    assert all(seen[kind] for kind in ("preemptions", "hit tokens", "aborted", "accepted"))
+    kinds = ("preemptions", "hit tokens", "aborted", "accepted")
+    assert RUNS < ENOUGH or all(seen[kind] for kind in kinds)

@@ -15,7 +15,7 @@ from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 from vllm.v1.engine import core
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, MLAAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
@@ -307,3 +307,12 @@ def test_a_ring_spec_keeps_the_form_of_the_cache_that_it_replaces(configure):
     assert ring.native == native
     assert not ring.prefix_cacheable
     assert replace(ring, pool_blocks=9) != ring
+
+
+def test_a_ring_of_latents_takes_what_latents_take():
+    latents = MLAAttentionSpec(block_size=128, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+    ring = RingSpec.replacing(
+        latents, [MultipleOf(1)], window=100, sink=10, num_speculative_tokens=3
+    )
+    assert ring.block_size == 64
+    assert ring.page_size_bytes == 64 * 576 * 2 == latents.page_size_bytes // 2
