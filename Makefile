@@ -91,13 +91,13 @@ test-xformers: setup $(XFORMERS)/.ready
 gpu-test: setup
 	@$(BIN)/pytest -m gpu
 
-# Half an hour and more each; what they last found is in docs/support.md.
+# Minutes to half an hour each; what they last found is in docs/support.md.
 fuzz: setup
 	@WMTP_FUZZ_STEPS=100000 $(BIN)/pytest -s tests/unit/test_ring_fuzz.py
 	@WMTP_FUZZ_RUNS=312 $(BIN)/pytest -s tests/engine/test_engine_fuzz.py
 
 soak: setup
-	@$(BIN)/python tests/soak.py
+	@$(BIN)/python -m tests.soak
 
 # Writes the table of docs/support.md anew.
 parity-table: setup

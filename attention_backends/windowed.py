@@ -106,9 +106,9 @@ def windowed_backend(
         ) -> None:
             super().__init__(kv_cache_spec, layer_names, vllm_config, device, **kwargs)
             window = Window(window_size, sink_size, kv_cache_spec.block_size)
-            self.compactor = Compactor(window, num_null_blocks, vllm_config, device)
-            if isinstance(self, MLACommonMetadataBuilder):
-                self.compactor.longest_decode = self.reorder_batch_threshold
+            is_mla = isinstance(self, MLACommonMetadataBuilder)
+            longest_decode = self.reorder_batch_threshold if is_mla else None
+            self.compactor = Compactor(window, num_null_blocks, vllm_config, device, longest_decode)
 
         def build(
             self,
@@ -146,12 +146,17 @@ class Compactor:
     """Makes attention metadata compact, in device buffers that live as long as CUDA graphs do."""
 
     def __init__(
-        self, window: Window, num_null_blocks: int, vllm_config: VllmConfig, device: torch.device
+        self,
+        window: Window,
+        num_null_blocks: int,
+        vllm_config: VllmConfig,
+        device: torch.device,
+        longest_decode: int | None = None,
     ) -> None:
         scheduler = vllm_config.scheduler_config
         self.window = window
         self.num_null_blocks = num_null_blocks
-        self.longest_decode: int | None = None
+        self.longest_decode = longest_decode
         """Most queries of a request up to which the host's lengths may be bounds; None for any. MLA
         plans the earlier tokens of a chunk on the host, from lengths that it takes for exact."""
         self.is_further_step = False

@@ -55,6 +55,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept, left_out = [], []
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
+        if not marks & {"unit", "engine", "v2", "gpu", "xformers"}:
+            raise pytest.UsageError(
+                f"{item.nodeid} has no marker, so `make test` would leave it out"
+            )
         needs_v2 = marks & {"v2", "xformers"}
         if RUNNER == "V1":
             fits = not needs_v2 or marks & {"unit", "engine"}

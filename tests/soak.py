@@ -1,6 +1,6 @@
 """A soak of the real server: thousands of requests, disconnects, a pool that preempts all the time.
 
-    python tests/soak.py --requests 5000
+    python -m tests.soak --requests 5000
 
 Starts `examples/serve.sh` with a pool that is too small, asks it from many clients at once (streaming or
 not, some gone in the middle), and prints what it found: differences to the answers that the idle server
@@ -13,11 +13,9 @@ import asyncio
 import json
 import os
 import random
-import signal
-import socket
 import subprocess
 import sys
-import time
+import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,8 @@ from typing import Any
 import httpx
 import psutil
 
-ROOT = Path(__file__).parents[1]
+from tests.support.server import Server, serving, with_commands
+
 SERVER = [
     *("--block-size", "32"),
     *("--num-gpu-blocks-override", "40"),
@@ -43,59 +42,14 @@ GROWTH = 0.02
 """Of memory, over the second half: more is a leak."""
 
 
-class Server:
-    """`examples/serve.sh`, and what can be asked of it."""
+def processes(server: Server) -> list[psutil.Process]:
+    parent = psutil.Process(server.process.pid)
+    return [parent, *parent.children(recursive=True)]
 
-    def __init__(self) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
 
-    def __enter__(self) -> "Server":
-        self.process = subprocess.Popen(
-            [
-                ROOT / "examples" / "serve.sh",
-                *SERVER,
-                "--host",
-                "127.0.0.1",
-                "--port",
-                str(self.port),
-            ],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            env=os.environ
-            | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"},
-        )
-        deadline = time.monotonic() + 420
-        while time.monotonic() < deadline and self.process.poll() is None:
-            try:
-                if httpx.get(f"{self.url}/health", timeout=5).is_success:
-                    return self
-            except httpx.HTTPError:
-                time.sleep(0.5)
-        raise SystemExit("soak: the server did not start")
-
-    def __exit__(self, *exception: Any) -> None:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            try:
-                os.killpg(self.process.pid, number)
-                self.process.wait(timeout=60)
-            except (ProcessLookupError, subprocess.TimeoutExpired):
-                continue
-
-    def metric(self, name: str) -> float:
-        lines = httpx.get(f"{self.url}/metrics", timeout=60).text.splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{name}{{"))
-
-    def processes(self) -> list[psutil.Process]:
-        parent = psutil.Process(self.process.pid)
-        return [parent, *parent.children(recursive=True)]
-
-    def memory(self) -> int:
-        """Bytes that its processes have for themselves."""
-        return sum(process.memory_full_info().uss for process in self.processes())
+def memory_of(server: Server) -> int:
+    """Bytes that its processes have for themselves."""
+    return sum(process.memory_full_info().uss for process in processes(server))
 
 
 def body(rng: random.Random) -> dict[str, Any]:
@@ -157,7 +111,7 @@ async def soak(server: Server, requests: int, seed: int) -> dict[str, Any]:
                     counts["disconnected"] += stop is not None
                 counts["requests"] += 1
                 if number % max(1, requests // 100) == 0:
-                    memory.append(server.memory())
+                    memory.append(memory_of(server))
                     print(
                         f"{number}/{requests} {memory[-1] >> 20} MiB", file=sys.stderr, flush=True
                     )
@@ -194,7 +148,7 @@ async def kill_engine(server: Server) -> dict[str, Any]:
         long = body(rng) | {"prompt": [5] * 8, "max_tokens": 1000}
         pending = [asyncio.create_task(ask(client, long, None)) for _ in range(8)]
         await asyncio.sleep(0.5)
-        engine = max(server.processes()[1:], key=lambda p: p.memory_info().rss)
+        engine = max(processes(server)[1:], key=lambda p: p.memory_info().rss)
         engine.kill()
         outcomes = await asyncio.gather(*pending, return_exceptions=True)
     try:
@@ -214,10 +168,12 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    with Server() as server:
+    environment = with_commands(os.environ)
+    log = Path(tempfile.mkdtemp(prefix="wmtp-soak-")) / "log"
+    with serving(SERVER, environment, log) as server:
         found = asyncio.run(soak(server, options.requests, options.seed))
         found |= asyncio.run(kill_engine(server))
-    with Server() as server:
+    with serving(SERVER, environment, log) as server:
 
         async def one() -> list[int]:
             async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:

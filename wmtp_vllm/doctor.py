@@ -16,7 +16,7 @@ from wmtp_vllm.config import METHOD, METHODS, WindowedMTPConfig
 from wmtp_vllm.console import add_engine_arguments, json_object
 from wmtp_vllm.planner import models
 from wmtp_vllm.planner.anatomy import Anatomy, Question, study
-from wmtp_vllm.planner.hardware import GPUS
+from wmtp_vllm.planner.hardware import GPUS, RESERVE
 from wmtp_vllm.planner.prediction import Plan, advice, predict
 from wmtp_vllm.planner.roofline import Workload, acceptance_length
 
@@ -24,10 +24,6 @@ LEAST = 200
 """Drafts, reads or tokens below which a share of them says nothing yet."""
 COLLAPSED = 0.4
 """Share of first drafts accepted below which something is wrong: MTP heads reach 0.6 to 0.9 on text."""
-TYPICAL_ACCEPTANCE = 0.8
-"""Chance that a draft is accepted once those before it were, for predictions."""
-RESERVE = 6 << 30
-"""Bytes of a GPU for activations and graphs, as `wmtp plan` has it."""
 
 
 @dataclass(frozen=True)
@@ -89,16 +85,9 @@ def of_model(
     """Diagnose a model with its options; no weights are loaded."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
-        problems = [f"{v.place}: {v.problem}" for v in seams.check() if v.problem]
+        seams.apply()
     except seams.UnsupportedVLLM as error:
         yield Finding("PROBLEM", str(error))
-        return
-    if problems:
-        yield Finding(
-            "PROBLEM",
-            f"this vLLM {seams.vllm_version()} is not as released: {'; '.join(problems)}",
-            "install an unchanged one; `wmtp check` shows all seams",
-        )
         return
     yield Finding("ok", f"vLLM {seams.vllm_version()} is supported")
     if speculative.get("method") not in METHODS:
@@ -174,7 +163,7 @@ def _of_length(config: Any) -> Findings:
 def _of_prediction(
     model: str, config: Any, speculative: dict[str, Any], arguments: dict[str, Any], gpu: str
 ) -> Findings:
-    own = {k: v for k, v in arguments.items() if k not in ("kv_cache_memory_bytes",)}
+    own = {k: v for k, v in arguments.items() if k != "kv_cache_memory_bytes"}
     settings = WindowedMTPConfig().model_dump() | speculative
     found = models.find(model)
     length, seqs = config.model_config.max_model_len, config.scheduler_config.max_num_seqs
@@ -205,7 +194,6 @@ def _of_prediction(
         Workload(length, 1, settings["num_speculative_tokens"]),
         sink=settings["draft_sink_size"],
         weight_bits=found.weight_bits,
-        acceptance=TYPICAL_ACCEPTANCE,
     )
     yield from _of_speed(plan)
 

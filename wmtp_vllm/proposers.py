@@ -34,11 +34,11 @@ logger = init_logger("vllm.wmtp_vllm.proposers")
 ring_layers: weakref.WeakSet[Attention | MLAAttention] = weakref.WeakSet()
 """The draft layers of this process whose KV is in a ring."""
 
+draft_models: weakref.WeakSet[Any] = weakref.WeakSet()
+"""V1's proposers of this process whose draft is a model of its own, over a ring. V1's runner gives them
+the block ids of the first group, since otherwise draft models share the target's."""
+
 HANDLED_SPECS = (FullAttentionSpec, SlidingWindowSpec, MLAAttentionSpec)
-
-
-_draft_models: weakref.WeakSet[Any] = weakref.WeakSet()
-"""V1's proposers of this process whose draft is a model of its own, over a ring."""
 
 
 def equip_v1(proposer: Any) -> None:
@@ -53,19 +53,13 @@ def equip_v1(proposer: Any) -> None:
         proposer.propose = draft_prefill.SkippingV1(proposer)
     config = selected(proposer.vllm_config)
     if config and config.native_method == "draft_model" and config.draft_kv_cache == "ring":
-        _draft_models.add(proposer)
+        draft_models.add(proposer)
 
 
 def equip_v2(speculator: Any) -> None:
     """The same for V2's `DraftModelSpeculator`."""
     if equip_layers(speculator.vllm_config, speculator.draft_attn_layer_names):
         speculator.propose = draft_prefill.SkippingV2(speculator)
-
-
-def reads_the_targets_table(proposer: Any) -> bool:
-    """Whether it is a V1 draft model over a ring: V1's runner gives such a proposer the block ids of the
-    first group, since draft models share the target's otherwise."""
-    return proposer in _draft_models
 
 
 def refuse_slots_by_position(vllm_config: VllmConfig) -> None:

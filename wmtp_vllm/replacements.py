@@ -4,7 +4,6 @@ Each takes vLLM's own function first, then that function's arguments. None does 
 engine that did not select `windowed_mtp`.
 """
 
-import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -58,15 +57,22 @@ def propose_draft_token_ids(
     runner: Any,
     scheduler_output: Any,
     sampled_token_ids: Any,
-    *args: Any,
-    **kwargs: Any,
+    sampling_metadata: Any,
+    hidden_states: Any,
+    sample_hidden_states: Any,
+    aux_hidden_states: Any,
+    spec_decode_metadata: Any,
+    common_attn_metadata: Any,
+    slot_mappings: Any,
 ) -> Any:
     """V1's proposer does not know the requests of its batch, nor a draft model the ring's block ids."""
     from wmtp_vllm.draft_prefill import SkippingV1
-    from wmtp_vllm.proposers import reads_the_targets_table
+    from wmtp_vllm.proposers import draft_models
 
-    if reads_the_targets_table(runner.drafter):
-        args, kwargs = _with_block_table_of(runner, args, kwargs)
+    if runner.drafter in draft_models:
+        table = runner.input_batch.block_table[runner.drafter.kv_cache_gid]
+        own = table.get_device_tensor(common_attn_metadata.num_reqs)
+        common_attn_metadata = common_attn_metadata.replace(block_table_tensor=own)
     propose = getattr(runner.drafter, "propose", None)
     if isinstance(propose, SkippingV1):
         batch = runner.input_batch
@@ -75,19 +81,18 @@ def propose_draft_token_ids(
         if isinstance(sampled_token_ids, list):  # drafts unpadded, after these were booked
             num_sampled = [len(tokens) for tokens in sampled_token_ids]
             propose.num_tokens = batch.num_tokens_no_spec[: len(num_sampled)] - num_sampled
-    return original(runner, scheduler_output, sampled_token_ids, *args, **kwargs)
-
-
-def _with_block_table_of(
-    runner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of `propose_draft_token_ids`, with the block ids of the draft's own group."""
-    name = "common_attn_metadata"
-    names = inspect.signature(seams.original("propose_draft_token_ids")).parameters
-    given = dict(zip(list(names)[3:], args, strict=False)) | kwargs
-    table = runner.input_batch.block_table[runner.drafter.kv_cache_gid]
-    own = table.get_device_tensor(given[name].num_reqs)
-    return (), given | {name: given[name].replace(block_table_tensor=own)}
+    return original(
+        runner,
+        scheduler_output,
+        sampled_token_ids,
+        sampling_metadata,
+        hidden_states,
+        sample_hidden_states,
+        aux_hidden_states,
+        spec_decode_metadata,
+        common_attn_metadata,
+        slot_mappings,
+    )
 
 
 def get_kv_cache_configs(original: Function, *args: Any) -> Any:

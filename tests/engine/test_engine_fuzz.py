@@ -13,7 +13,7 @@ import pytest
 from vllm import SamplingParams
 
 from tests.conftest import RUNNER
-from tests.support.engine import Engine, engine, windowed
+from tests.support.engine import Engine, engine, watch_scheduled, windowed
 
 pytestmark = [pytest.mark.engine, pytest.mark.v2]
 
@@ -24,7 +24,6 @@ RUNS = int(os.environ.get("WMTP_FUZZ_RUNS", ENOUGH if RUNNER == "V1" else 2))
 RUNS_A_LIFE = 6
 SEED = int(os.environ.get("WMTP_FUZZ_SEED", 0))
 MAX_MODEL_LEN = 768
-BLOCK = 32
 PREFIXES = [[random.Random(i).randrange(4, 256) for _ in range(500)] for i in range(3)]
 
 
@@ -82,15 +81,10 @@ def play(running: Engine, asked: list[dict[str, Any]], label: str) -> dict[int, 
 
 
 def count_preemptions(running: Engine, seen: Counter[str]) -> None:
-    scheduler = running.core.scheduler
-    schedule = scheduler.schedule
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        output = schedule(*args, **kwargs)
+    def count(output: Any) -> None:
         seen["preemptions"] += len(output.preempted_req_ids or ())
-        return output
 
-    scheduler.schedule = counted
+    watch_scheduled(running, count)
 
 
 def plain_answers(model: str, runs: list[list[dict[str, Any]]]) -> list[dict[int, list[int]]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.engine import Engine, engine
+from tests.support.engine import Engine, engine, watch_scheduled
 
 pytestmark = [pytest.mark.engine, pytest.mark.v2]
 
@@ -100,18 +100,15 @@ def run(
 def hold_to_budget(running: Engine, k: int) -> None:
     """Assert before each step that no request holds more of the ring than its budget."""
     scheduler, ring = running.core.scheduler, running.ring
-    schedule = scheduler.schedule
 
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        output = schedule(*args, **kwargs)
+    def check(_: Any) -> None:
         for request in scheduler.running:
             row = ring.req_to_blocks[request.request_id]
             held = sum(not block.is_null for block in row)
             in_flight = request.num_in_flight_tokens
             assert held <= ring.window.max_held_blocks(k, in_flight, MAX_MODEL_LEN)
-        return output
 
-    scheduler.schedule = checked
+    watch_scheduled(running, check)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -3,16 +3,12 @@
 import json
 import os
 import random
-import signal
-import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -20,11 +16,10 @@ from openai import OpenAI
 
 from tests.support import parity
 from tests.support.engine import engine
+from tests.support.server import ROOT, START_LIMIT, Server, serving, with_commands
 
 pytestmark = pytest.mark.engine
 
-ROOT = Path(__file__).parents[2]
-START_LIMIT = 420  # seconds; about 25 on two idle cores
 WINDOW, SINK, MAX_TOKENS = 96, 40, 24
 SPECULATIVE = (
     '{"method": "windowed_mtp", "num_speculative_tokens": 3, '
@@ -40,22 +35,8 @@ SMALL = [
 IDS = {"return_token_ids": True, "ignore_eos": True}
 
 
-@dataclass(frozen=True)
-class Server:
-    url: str
-    model: Path
-    log: Path
-
-    def client(self) -> OpenAI:
-        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
-
-    def metric(self, name: str) -> float:
-        """A metric's value, summed over its labels."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as response:
-            lines = response.read().decode().splitlines()
-        values = [line.rsplit(" ", 1)[1] for line in lines if line.startswith(f"{name}{{")]
-        assert values, f"/metrics has no {name}"
-        return sum(map(float, values))
+def client_of(server: Server) -> OpenAI:
+    return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +45,7 @@ def environment(tmp_path_factory):
     from vllm import envs
 
     kept = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")}
-    return kept | {
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    return with_commands(kept) | {
         "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache")),
         "VLLM_CACHE_ROOT": envs.VLLM_CACHE_ROOT,
         "VLLM_NO_USAGE_STATS": "1",
@@ -89,54 +69,17 @@ def environment_with_command(environment, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def model(environment):
+    """Where `examples/serve.sh` makes the tiny model."""
+    return Path(environment["XDG_CACHE_HOME"]) / "wmtp_vllm" / "dense"
+
+
+@pytest.fixture(scope="module")
 def server(environment_with_command, tmp_path_factory):
-    environment = environment_with_command
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    running = Server(
-        f"http://127.0.0.1:{port}",
-        Path(environment["XDG_CACHE_HOME"]) / "wmtp_vllm" / "dense",
-        tmp_path_factory.mktemp("server") / "log",
-    )
-    address = ["--host", "127.0.0.1", "--port", str(port)]
-    with running.log.open("w") as log:
-        process = subprocess.Popen(
-            [ROOT / "examples" / "serve.sh", *SMALL, "--speculative-config", SPECULATIVE, *address],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
-    try:
-        wait_until_healthy(running, process)
+    arguments = [*SMALL, "--speculative-config", SPECULATIVE]
+    log = tmp_path_factory.mktemp("server") / "log"
+    with serving(arguments, environment_with_command, log) as running:
         yield running
-    finally:
-        terminate(process)
-
-
-def wait_until_healthy(server: Server, process: subprocess.Popen) -> None:
-    started = time.monotonic()
-    while time.monotonic() - started < START_LIMIT:
-        if process.poll() is not None:
-            pytest.fail(f"the server ended with {process.returncode}:\n{server.log.read_text()}")
-        try:
-            with urllib.request.urlopen(f"{server.url}/health", timeout=5):
-                print(f"the server took {time.monotonic() - started:.0f} s to start", end=" ")
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.5)
-    pytest.fail(f"no server after {START_LIMIT} s:\n{server.log.read_text()}")
-
-
-def terminate(process: subprocess.Popen) -> None:
-    """End the server; its engine and worker processes share its process group."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, number)
-            process.wait(timeout=60)
-        except (ProcessLookupError, subprocess.TimeoutExpired):
-            continue
 
 
 @pytest.fixture(scope="module")
@@ -150,9 +93,9 @@ def prompts():
 
 
 @pytest.fixture(scope="module")
-def plain(server, prompts):
+def plain(server, model, prompts):
     """What plain decoding, offline, answers to the same model's prompts."""
-    with engine(str(server.model)) as running:
+    with engine(str(model)) as running:
         return running.generate(prompts, MAX_TOKENS)
 
 
@@ -176,7 +119,7 @@ def test_the_log_says_what_was_planned(server):
 
 
 def test_concurrent_answers_are_plain_decodings(server, prompts, plain):
-    client = server.client()
+    client = client_of(server)
     with ThreadPoolExecutor(max_workers=8) as threads:
         answers = list(
             threads.map(lambda i: ask(client, prompts[i], stream=i % 2 == 0), range(len(prompts)))
@@ -186,13 +129,13 @@ def test_concurrent_answers_are_plain_decodings(server, prompts, plain):
 
 
 def test_streams_are_plain_decodings(server, prompts, plain):
-    client = server.client()
+    client = client_of(server)
     assert [ask(client, prompt, stream=True) for prompt in prompts[:8]] == plain[:8]
     parity.record("streaming", "plain", "same")
 
 
 def test_echo_gives_the_prompt_and_plain_decodings_answer(server, prompts, plain):
-    answer = server.client().completions.create(
+    answer = client_of(server).completions.create(
         model="tiny-dense",
         prompt=prompts[0],
         max_tokens=MAX_TOKENS,
@@ -218,7 +161,7 @@ def test_a_tool_is_called_with_json(server):
     function = {"name": "forecast", "parameters": schema}
     tool = {"type": "function", "function": function}
     answers = [
-        server.client().chat.completions.create(
+        client_of(server).chat.completions.create(
             model="tiny-dense",
             messages=[{"role": "user", "content": f"{question} " * 60}],
             tools=[tool],
@@ -237,7 +180,7 @@ def test_a_tool_is_called_with_json(server):
 
 def test_metrics_say_what_the_draft_reads_and_holds(server, prompts):
     longest = max(prompts, key=len)
-    ask(server.client(), longest, stream=False)
+    ask(client_of(server), longest, stream=False)
     assert server.metric("wmtp:draft_window_tokens") == WINDOW
     assert server.metric("wmtp:draft_sink_tokens") == SINK
     reads = server.metric("wmtp:draft_reads_total")
@@ -276,11 +219,11 @@ def test_malformed_requests_are_refused_and_the_next_is_answered(server, prompts
             statuses[error.code] += 1
     print(dict(statuses), end=" ")
     assert statuses[400] > 100
-    assert ask(server.client(), prompts[0], stream=False) == plain[0]
+    assert ask(client_of(server), prompts[0], stream=False) == plain[0]
 
 
 def test_metrics_count_drafts_and_acceptance(server, prompts):
-    ask(server.client(), prompts[0], stream=False)
+    ask(client_of(server), prompts[0], stream=False)
     drafts = server.metric("vllm:spec_decode_num_drafts_total")
     accepted = server.metric("vllm:spec_decode_num_accepted_tokens_total")
     print(f"AL {1 + accepted / drafts:.2f}", end=" ")
@@ -290,7 +233,7 @@ def test_metrics_count_drafts_and_acceptance(server, prompts):
 
 
 def test_an_aborted_request_does_not_disturb_the_next(server, prompts, plain):
-    client = server.client()
+    client = client_of(server)
     longest = max(prompts, key=len)
     before = server.metric("vllm:generation_tokens_total")
     for _ in range(3):

@@ -1,7 +1,7 @@
 """Small engines in the test's own process, one after another, and what tests ask of them."""
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -99,6 +99,19 @@ class Engine:
     @property
     def kv_cache_manager(self) -> Any:
         return self.core.scheduler.kv_cache_manager
+
+
+def watch_scheduled(running: Engine, look: Callable[[Any], None]) -> None:
+    """Call `look` with each `SchedulerOutput`, before the step runs."""
+    scheduler = running.core.scheduler
+    schedule = scheduler.schedule
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        output = schedule(*args, **kwargs)
+        look(output)
+        return output
+
+    scheduler.schedule = watched
 
 
 @contextmanager

@@ -58,19 +58,19 @@ def _kept(config: Any, name: str, spec: RingSpec) -> list[tuple[int, int, int]]:
     rng, found = random.Random(0), []
     columns = config.model_config.max_model_len // spec.block_size
     for query in (1, K + 1, 300):
-        lengths = [rng.randrange(2048, config.model_config.max_model_len)]
+        length = rng.randrange(2048, config.model_config.max_model_len)
         table = torch.arange(1, columns + 1, dtype=torch.int32)[None]
         starts = torch.tensor([0, query], dtype=torch.int32)
-        seq_lens = torch.tensor(lengths, dtype=torch.int32)
+        seq_lens = torch.tensor([length], dtype=torch.int32)
         batch = CommonAttentionMetadata(
-            starts, starts, seq_lens, 1, query, query, lengths[0], table, torch.arange(query)
+            starts, starts, seq_lens, 1, query, query, length, table, torch.arange(query)
         )
         batch.seq_lens_cpu_upper_bound = seq_lens
         built = builder.build(0, batch)
         # MLA has the lengths of steps in a part of their own, those of chunks in several.
         built = getattr(built, "decode", built)
         if built is not None:
-            found.append((lengths[0], query, int(built.seq_lens[0])))
+            found.append((length, query, int(built.seq_lens[0])))
     return found
 
 

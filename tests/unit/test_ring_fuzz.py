@@ -24,7 +24,12 @@ from hypothesis.stateful import (
 from tests.support import shadow_worker
 from tests.support.engine import windowed
 from tests.support.scheduling import Simulation, dense_specs, engine_config, hybrid_specs
-from tests.unit.test_ring_manager import free_on_scheduled_tokens, resize_window
+from tests.unit.test_ring_manager import (
+    count_refusals,
+    free_on_scheduled_tokens,
+    resize_window,
+    watch_scheduled,
+)
 from wmtp_vllm.window import Window
 
 pytestmark = pytest.mark.unit
@@ -104,28 +109,14 @@ class Life(RuleBasedStateMachine):
         target_blocks += 80 * is_hybrid  # its states take blocks too
         self.simulation = Simulation(config, specs, target_blocks, least + spare, seed)
         if self.change:
-            type(self).change(self.simulation)
+            self.change(self.simulation)
         self.k, self.free = k, self.simulation.free_blocks()
         self.prefixes = [self.simulation.prompt(300) for _ in range(3)]
         self.num_added = 0
         self.seen["a step ahead"] += delayed
         self.seen["hybrid"] += is_hybrid
-        ring = self.simulation.ring
-        ask = ring.get_num_blocks_to_allocate
-
-        def asked(*args, **kwargs):
-            needed = ask(*args, **kwargs)
-            self.seen["empty ring"] += bool(needed)
-            return needed
-
-        ring.get_num_blocks_to_allocate = asked
-        execute = self.simulation.worker.execute
-
-        def watched(output):
-            self._check_budgets(output.num_scheduled_tokens)
-            return execute(output)
-
-        self.simulation.worker.execute = watched
+        self.refused = count_refusals(self.simulation)
+        watch_scheduled(self.simulation, self._check_budgets)
 
     @property
     def alive(self) -> list[str]:
@@ -174,10 +165,10 @@ class Life(RuleBasedStateMachine):
                 self.seen.setdefault("found at", self.seen["step"])
                 raise
 
-    def _check_budgets(self, scheduled) -> None:
+    def _check_budgets(self, output) -> None:
         """Of requests that are about to run: what they had processed by then they have let go of."""
         simulation, window = self.simulation, self.simulation.ring.window
-        for name in scheduled:
+        for name in output.num_scheduled_tokens:
             row = simulation.ring.req_to_blocks[name]
             held = sum(not block.is_null for block in row)
             in_flight = simulation.scheduler.requests[name].num_in_flight_tokens
@@ -190,6 +181,7 @@ class Life(RuleBasedStateMachine):
             self.step(40)
         assert self.simulation.free_blocks() == self.free, "blocks are lost"
         ring = self.simulation.ring
+        self.seen["empty ring"] += len(self.refused)
         self.seen["preemption"] += self.simulation.num_preemptions
         self.seen["hit"] += sum(tokens > 0 for tokens in self.simulation.cached_tokens.values())
         self.seen["warm"] += ring.num_warm_starts
@@ -241,13 +233,8 @@ BUGS: dict[str, Change] = {
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_found_within_a_thousand_steps(tiny_model, bug):
-    seen = Counter[str]()
-
-    def search() -> None:
-        while seen["step"] < FOUND_WITHIN:
-            live(tiny_model("dense"), seen, change=BUGS[bug], sizes=HARD)
-
+    model, seen = tiny_model("dense"), Counter[str]()
     with pytest.raises(AssertionError):  # a `Mismatch` mostly
-        search()
+        live(model, seen, change=BUGS[bug], sizes=HARD)
     print(f"found at step {seen['found at']}", end=" ")
     assert seen["found at"] <= FOUND_WITHIN

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vllm.v1.core.sched.output import SchedulerOutput
 
 from tests.support.engine import windowed
 from tests.support.scheduling import Simulation, dense_specs, engine_config, hybrid_specs
@@ -44,12 +45,12 @@ def simulate(tiny_model: Callable[..., str]) -> Callable[..., Simulation]:
     return make
 
 
-def watch_scheduled(simulation: Simulation, look: Callable[[], None]) -> None:
-    """Call `look` after each step is scheduled, before it runs."""
+def watch_scheduled(simulation: Simulation, look: Callable[[SchedulerOutput], Any]) -> None:
+    """Call `look` with each step that is scheduled, before it runs."""
     execute = simulation.worker.execute
 
-    def watched(output: Any) -> Any:
-        look()
+    def watched(output: SchedulerOutput) -> Any:
+        look(output)
         return execute(output)
 
     simulation.worker.execute = watched  # type: ignore[method-assign]
@@ -80,7 +81,7 @@ def test_a_request_of_100_000_tokens_holds_no_more_than_its_budget(simulate, del
     window = simulation.ring.window
     held_in_decode = []
 
-    def look() -> None:
+    def look(_: SchedulerOutput) -> None:
         held = before[1] - simulation.ring_pool.get_num_free_blocks()
         in_flight = request.num_in_flight_tokens
         assert held <= window.max_held_blocks(k, in_flight, length + 16)
@@ -176,8 +177,8 @@ def test_requests_wait_or_are_preempted_while_the_ring_pool_is_empty(simulate, d
     refused = count_refusals(simulation)
     requests = [simulation.add(str(i), simulation.prompt(300), 200) for i in range(6)]
     running, free = [], []
-    watch_scheduled(simulation, lambda: running.append(len(simulation.scheduler.running)))
-    watch_scheduled(simulation, lambda: free.append(simulation.free_blocks()[0]))
+    watch_scheduled(simulation, lambda _: running.append(len(simulation.scheduler.running)))
+    watch_scheduled(simulation, lambda _: free.append(simulation.free_blocks()[0]))
     simulation.run()
     assert refused
     assert 1 < max(running) < 4

@@ -25,7 +25,9 @@ from wmtp_vllm.tiny_models.induction import CODE_SIZE, bit_codes
 from wmtp_vllm.tiny_models.pointer import Pointer, token_codes
 from wmtp_vllm.tiny_models.rotary import content_channels, frequencies, landmark, look_back
 
-NAMES: tuple[Name, ...] = ("dense", "hybrid", "induction", "glm", "llama")
+pytestmark = pytest.mark.unit
+
+NAMES: tuple[Name, ...] = ("dense", "hybrid", "induction", "mla", "glm", "llama")
 MAX_BYTES = 20 * 10**6
 
 printable_text = st.text(st.sampled_from([chr(code) for code in range(0x20, 0x7F)] + ["\n"]))

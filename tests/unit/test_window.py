@@ -42,6 +42,12 @@ def test_no_more_is_kept_than_the_bounds_say(window, length, query_len):
     assert len(visible_tokens(window, length, query_len)) <= window.max_compact_length(query_len)
 
 
+@given(windows, lengths, st.integers(1, 400))
+def test_the_number_of_tokens_kept_is_that_of_the_kept_blocks(window, length, query_len):
+    query_len = min(query_len, length)
+    assert window.num_kept(length, query_len) == len(visible_tokens(window, length, query_len))
+
+
 @given(windows, lengths)
 def test_a_draft_step_reads_at_most_sink_window_and_two_blocks(window, length):
     read = len(visible_tokens(window, length, query_len=1))

@@ -11,7 +11,7 @@ from wmtp_vllm.config import METHODS, WindowedMTPConfig
 from wmtp_vllm.console import add_engine_arguments, natural, positive, positive_int, share
 from wmtp_vllm.planner import models
 from wmtp_vllm.planner.anatomy import Question, study
-from wmtp_vllm.planner.hardware import GPU, GPUS
+from wmtp_vllm.planner.hardware import GPU, GPUS, RESERVE
 from wmtp_vllm.planner.prediction import BATCHES, Plan, advice, predict
 from wmtp_vllm.planner.roofline import Constants, Part, Workload
 
@@ -50,7 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", type=positive, metavar="GIB", help="in place of the GPU's")
     parser.add_argument("--gpu-memory-utilization", type=share, default=0.9, metavar="SHARE")
     parser.add_argument(
-        "--reserve", type=positive, default=6, metavar="GIB", help="for activations and graphs (6)"
+        "--reserve",
+        type=positive,
+        default=RESERVE // GIB,
+        metavar="GIB",
+        help="for activations and graphs (%(default)s)",
     )
     parser.add_argument(
         "--kv-cache-memory", type=positive, metavar="GIB", help="of each GPU; default: what is left"

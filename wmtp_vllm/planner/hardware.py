@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+RESERVE = 6 << 30
+"""Bytes of a GPU for activations and CUDA graphs, unless told otherwise."""
+
 
 @dataclass(frozen=True)
 class GPU:

@@ -65,12 +65,13 @@ def blank_mlp() -> dict[str, Tensor]:
 def decoder_layer(
     prefix: str, attention: dict[str, Tensor], mlp: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The named weights of one decoder layer, target's or draft's."""
+    """The named weights of one decoder layer, target's or draft's; also of other forms."""
     norms = ("input_layernorm", "post_attention_layernorm")
+    hidden_size = len(attention["o_proj.weight"])
     return (
         {f"{prefix}.self_attn.{name}": weight for name, weight in attention.items()}
         | {f"{prefix}.mlp.{name}": weight for name, weight in mlp.items()}
-        | {f"{prefix}.{norm}.weight": torch.ones(HIDDEN_SIZE) for norm in norms}
+        | {f"{prefix}.{norm}.weight": torch.ones(hidden_size) for norm in norms}
     )
 
 

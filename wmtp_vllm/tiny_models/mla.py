@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from wmtp_vllm.tiny_models.checkpoint import VOCAB_SIZE, Checkpoint
-from wmtp_vllm.tiny_models.dense import DRAFT_NOISE, HIDDEN_LEAK, LOGIT_SCALE, NOISE, RECALL
+from wmtp_vllm.tiny_models.dense import (
+    DRAFT_NOISE,
+    HIDDEN_LEAK,
+    LOGIT_SCALE,
+    NOISE,
+    RECALL,
+    DenseOptions,
+)
+from wmtp_vllm.tiny_models.mimo import decoder_layer
 from wmtp_vllm.tiny_models.pointer import Pointer, token_codes
 from wmtp_vllm.tiny_models.rotary import THETA, landmark
 
@@ -29,21 +37,10 @@ SHARPNESS = 18.0
 
 
 @dataclass(frozen=True)
-class MLAOptions:
-    """Options of the MLA model; see `DenseOptions`.
+class MLAOptions(DenseOptions):
+    """Options of the MLA model: the dense model's."""
 
-    Raises:
-        ValueError: an option is out of range.
-    """
-
-    layers: int = 2
-    seed: int = 0
-    reach: int = 192
     max_position_embeddings: int = 65_536
-
-    def __post_init__(self) -> None:
-        if min(self.layers, self.reach, self.max_position_embeddings) < 1:
-            raise ValueError(f"layers, reach and positions must be at least 1: {self}")
 
 
 def mla(options: MLAOptions) -> Checkpoint:
@@ -66,14 +63,14 @@ def mla(options: MLAOptions) -> Checkpoint:
     }
     for layer in range(options.layers):
         attention = silent if layer else look_back
-        tensors |= _layer(f"model.layers.{layer}", attention, _random_mlp(rng, share))
+        tensors |= decoder_layer(f"model.layers.{layer}", attention, _random_mlp(rng, share))
 
     head = f"model.layers.{options.layers}"
     entry = torch.zeros(HIDDEN_SIZE, 2 * HIDDEN_SIZE)
     entry[:, :HIDDEN_SIZE] = torch.eye(HIDDEN_SIZE)
     leak = torch.randn(VOCAB_SIZE, HIDDEN_SIZE, generator=rng) * HIDDEN_LEAK
     entry[TOKENS, HIDDEN_SIZE:] = leak
-    tensors |= _layer(head, look_back, _random_mlp(rng, DRAFT_NOISE)) | {
+    tensors |= decoder_layer(head, look_back, _random_mlp(rng, DRAFT_NOISE)) | {
         f"{head}.eh_proj.weight": entry / HIDDEN_GAIN,
         f"{head}.embed_tokens.weight": embedding,
         f"{head}.shared_head.head.weight": unembedding,
@@ -122,15 +119,6 @@ def _random_mlp(rng: torch.Generator, deviation: float) -> dict[str, Tensor]:
     for name in ("gate_proj.weight", "up_proj.weight"):
         made[name] = torch.randn(INTERMEDIATE_SIZE, HIDDEN_SIZE, generator=rng) / HIDDEN_SIZE**0.5
     return made
-
-
-def _layer(prefix: str, attention: dict[str, Tensor], mlp: dict[str, Tensor]) -> dict[str, Tensor]:
-    norms = ("input_layernorm", "post_attention_layernorm")
-    return (
-        {f"{prefix}.self_attn.{name}": weight for name, weight in attention.items()}
-        | {f"{prefix}.mlp.{name}": weight for name, weight in mlp.items()}
-        | {f"{prefix}.{norm}.weight": torch.ones(HIDDEN_SIZE) for norm in norms}
-    )
 
 
 def _config(options: MLAOptions) -> dict[str, Any]:
