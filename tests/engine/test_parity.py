@@ -153,7 +153,7 @@ FEATURES: dict[str, tuple[str, Ask]] = {
     "repetition penalty": ("plain", greedy(repetition_penalty=1.3)),
     "presence penalty": ("plain", greedy(presence_penalty=1.5)),
     "frequency penalty": ("plain", greedy(frequency_penalty=1.5)),
-    "bad words": ("plain", greedy(bad_words=["ka", "e"])),
+    "bad words": ("plain", greedy(bad_words=["ka", "e", "Mi", "f", "0"])),
     "allowed token ids": ("plain", greedy(allowed_token_ids=LETTERS)),
     "logit bias": ("native", greedy(logit_bias={50: 8.0})),
     "min_p": ("native", greedy(temperature=1.0, min_p=0.2)),
