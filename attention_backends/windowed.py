@@ -182,7 +182,7 @@ class Compactor:
         leave out it is `logical` itself.
         """
         window, num_reqs = self.window, logical.num_reqs
-        rows, lengths = logical.block_table_tensor[:num_reqs], logical.seq_lens[:num_reqs]
+        lengths = logical.seq_lens[:num_reqs]
         # Whole rows: a captured graph reads them by their distance at capture, and FlashInfer's and
         # ROCm's kernels take that for the width. Beyond what is used lie leavings, as in vLLM's.
         table, lens = self.table[:num_reqs], self.lens[:num_reqs]
@@ -191,6 +191,7 @@ class Compactor:
             lens += 1
         else:
             self._lengths = None
+            rows = logical.block_table_tensor[:num_reqs]
             may_be_compact = (
                 window.first_window_block(logical.max_seq_len - 1) == window.sink_blocks
             )

@@ -90,10 +90,13 @@ def rows_to_run(
         prefill_lens: [num_reqs], tokens of each request's prefill.
 
     """
+    prefilling = np.flatnonzero(num_computed < prefill_lens)
+    if not len(prefilling):  # most steps, and on a CPU the rest shows in a tiny model's
+        return None
     lens = np.diff(starts)
     ends = num_computed + lens
     num_read = lens.copy()
-    for i in np.flatnonzero(num_computed < prefill_lens):
+    for i in prefilling:
         num_read[i] = window.num_read(int(num_computed[i]), int(ends[i]), int(prefill_lens[i]))
     if (num_read == lens).all():
         return None

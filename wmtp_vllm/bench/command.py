@@ -107,6 +107,9 @@ def main(options: argparse.Namespace) -> int:
         plan = [(arm, is_wide) for arm, is_wide in plan if _kind(arm) in (options.arms or ARMS)]
         results = report.Results()
         runs = [(number, arm, is_wide) for number in range(rounds) for arm, is_wide in plan]
+        settings = {**vars(options), "engine_arguments": arguments, "contexts": contexts}
+        settings |= {"depths": depths, "windows": windows}
+        settings |= {"rounds": rounds, "max_tokens": max_tokens}
         bar = progress(runs, lambda run: f"round {run[0] + 1}/{rounds}, {run[1].title}")
         for _, arm, is_headline in bar:
             asked = wanted if is_headline else [p for p in wanted if p.context == middle]
@@ -114,9 +117,8 @@ def main(options: argparse.Namespace) -> int:
                 results.add(arm, run(arm, arguments, asked, max_tokens))
             except child.ChildFailed as failed:
                 sys.exit(f"{failed}\nwmtp bench: {arm.title} failed; its log is above.")
-    settings = {**vars(options), "engine_arguments": arguments, "contexts": contexts}
-    settings |= {"depths": depths, "windows": windows, "rounds": rounds, "max_tokens": max_tokens}
-    saved = report.save(results, settings, options.out)
+            # After each: a failure in the last hour does not cost the hours before it.
+            saved = report.save(results, settings, options.out)
     print(f"{report.table(results)}\n\nraw: {saved}")
     try:
         for file in plots.draw_all(results, options.out, middle):
