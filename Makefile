@@ -17,9 +17,15 @@ NEXT := $(abspath $(VENV))/next-vllm
 # xFormers, and a Triton that still has the block pointers which its kernels are written with.
 XFORMERS := $(abspath $(VENV))/xformers
 
-# Engines beside each other fight for the cores.
+# Makes requests that are wrong from a server's schema; apart, for what it brings is not what vLLM has.
+SCHEMATHESIS := $(abspath $(VENV))/schemathesis
+
+# An engine for each of two cores: most of an engine's test is Python. A GPU is not shared.
+PARALLEL := $(if $(shell command -v nvidia-smi),,--numprocesses 2 --dist loadfile)
+PYTEST := $(BIN)/pytest $(PARALLEL)
+
 .NOTPARALLEL:
-.PHONY: setup demo test lint test-unit test-v1 test-v2 test-next test-xformers gpu-test fuzz soak parity-table clean
+.PHONY: setup demo test lint test-unit test-v1 test-v2 test-next test-xformers gpu-test fuzz soak malformed parity-table clean
 
 setup: $(STAMP)
 
@@ -62,13 +68,13 @@ lint: setup
 	@cd .mypy_cache/tree && $(BIN)/mypy --config-file ../../pyproject.toml --cache-dir .. -p wmtp_vllm
 
 test-unit: setup
-	@$(BIN)/pytest -m "unit or gpu"
+	@$(PYTEST) -m "unit or gpu"
 
 test-v1: setup
-	@$(BIN)/pytest -m engine
+	@$(PYTEST) -m engine
 
 test-v2: setup
-	@PYTHONPATH=$(INTERPRETER) $(V2) $(BIN)/pytest -m v2
+	@PYTHONPATH=$(INTERPRETER) $(V2) $(PYTEST) -m v2
 
 $(NEXT)/.ready: tests/support/next_vllm.py | $(STAMP)
 	@echo "setup: fetching vLLM's newest release"
@@ -77,8 +83,8 @@ $(NEXT)/.ready: tests/support/next_vllm.py | $(STAMP)
 test-next: setup $(NEXT)/.ready
 	@WMTP_VLLM_033_SOURCES=$(NEXT) $(BIN)/pytest tests/unit/test_seams.py -k have_every_seam
 	@PYTHONPATH=$(NEXT) $(BIN)/wmtp check
-	@PYTHONPATH=$(NEXT) $(BIN)/pytest -m "next and engine"
-	@PYTHONPATH=$(NEXT):$(INTERPRETER) $(V2) $(BIN)/pytest -m "next and v2"
+	@PYTHONPATH=$(NEXT) $(PYTEST) -m "next and engine"
+	@PYTHONPATH=$(NEXT):$(INTERPRETER) $(V2) $(PYTEST) -m "next and v2"
 
 $(XFORMERS)/.ready: | $(STAMP)
 	@echo "setup: fetching xFormers"
@@ -86,7 +92,7 @@ $(XFORMERS)/.ready: | $(STAMP)
 		--target $(XFORMERS) xformers==0.0.35 triton==3.8.0 && touch $@
 
 test-xformers: setup $(XFORMERS)/.ready
-	@PYTHONPATH=$(XFORMERS):$(INTERPRETER) XFORMERS_ENABLE_TRITON=1 $(V2) $(BIN)/pytest -m xformers
+	@PYTHONPATH=$(XFORMERS):$(INTERPRETER) XFORMERS_ENABLE_TRITON=1 $(V2) $(PYTEST) -m xformers
 
 gpu-test: setup
 	@$(BIN)/pytest -m gpu
@@ -98,6 +104,14 @@ fuzz: setup
 
 soak: setup
 	@$(BIN)/python -m tests.soak
+
+$(SCHEMATHESIS)/bin/st: | $(STAMP)
+	@echo "setup: fetching Schemathesis"
+	@$(BIN)/python -m venv $(SCHEMATHESIS) \
+		&& $(SCHEMATHESIS)/bin/python -m pip install --quiet --disable-pip-version-check 'schemathesis>=4.32,<5'
+
+malformed: setup $(SCHEMATHESIS)/bin/st
+	@$(BIN)/python -m tests.malformed --st $(SCHEMATHESIS)/bin/st
 
 # Writes the table of docs/support.md anew.
 parity-table: setup

@@ -18,6 +18,8 @@ os.environ |= {
     "HF_HUB_OFFLINE": "1",
     "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin make runs beside each other crawl
 }
+if "PYTEST_XDIST_WORKER" in os.environ:  # a core for each
+    os.environ["OMP_NUM_THREADS"] = "1"
 
 from collections.abc import Callable
 from importlib.util import find_spec
