@@ -5,7 +5,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +29,43 @@ def call(module: str, request: dict[str, Any], environment: Mapping[str, str] = 
         ChildFailed: it ended with an error.
 
     """
+    with started(module, request, environment) as result:
+        return result()
+
+
+@contextmanager
+def started(
+    module: str,
+    request: dict[str, Any],
+    environment: Mapping[str, str] = ENVIRONMENT,
+    pass_fds: Sequence[int] = (),
+) -> Iterator[Callable[[], Any]]:
+    """`call` for a child that works beside this process: what it yields waits for the result.
+
+    The child is ended with the context.
+    """
     with tempfile.TemporaryDirectory(prefix="wmtp-") as scratch:
         asked, answered, log = (Path(scratch) / n for n in ("request.json", "result.json", "log"))
         asked.write_text(json.dumps(request))
         with log.open("w") as output:
-            done = subprocess.run(
+            process = subprocess.Popen(
                 [sys.executable, "-m", module, str(asked), str(answered)],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=os.environ | dict(environment),
-                check=False,
+                pass_fds=pass_fds,
             )
-        if done.returncode != 0:
-            raise ChildFailed(log.read_text())
-        return json.loads(answered.read_text())
+
+        def result() -> Any:
+            if process.wait() != 0:
+                raise ChildFailed(log.read_text())
+            return json.loads(answered.read_text())
+
+        try:
+            yield result
+        finally:
+            process.kill()
+            process.wait()
 
 
 def answer(run: Callable[[dict[str, Any]], Any]) -> None:

@@ -9,7 +9,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from wmtp_vllm import child, seams
+from wmtp_vllm.bench import turns
 from wmtp_vllm.config import METHOD
+
+MODULE = "wmtp_vllm.bench.arms"
+
+STEPS_A_TURN = 16
+"""Few enough that all arms have a turn within a second or two, enough that the first, whose data others
+have driven out of the processor's caches, does not count."""
 
 
 @dataclass(frozen=True)
@@ -114,17 +121,39 @@ def run(arm: Arm, engine_arguments: dict[str, Any], prompts: list[Prompt], max_t
         ChildFailed: vLLM ended with an error.
 
     """
-    request = {
+    return _run_of(child.call(MODULE, _request(arm, engine_arguments, prompts, max_tokens)))
+
+
+def run_in_turns(
+    arms: list[Arm], engine_arguments: dict[str, Any], prompts: list[Prompt], max_tokens: int
+) -> list[Run]:
+    """`run` for several arms whose engines are all up at once and answer a prompt in turn.
+
+    Raises:
+        ChildFailed: vLLM ended with an error.
+
+    """
+    requests = [_request(arm, engine_arguments, prompts, max_tokens) for arm in arms]
+    return [_run_of(result) for result in turns.play(MODULE, requests)]
+
+
+def _request(
+    arm: Arm, engine_arguments: dict[str, Any], prompts: list[Prompt], max_tokens: int
+) -> dict[str, Any]:
+    return {
         "arm": asdict(arm),
         "engine_arguments": engine_arguments,
         "prompts": [asdict(prompt) for prompt in prompts],
         "max_tokens": max_tokens,
     }
-    result = child.call("wmtp_vllm.bench.arms", request)
+
+
+def _run_of(result: dict[str, Any]) -> Run:
     return Run(**result | {"measurements": [Measurement(**m) for m in result["measurements"]]})
 
 
 def _measure_all(request: dict[str, Any]) -> dict[str, Any]:
+    mine = turns.Turns(*request.get("turns", ()))
     import torch
     from vllm import LLM
 
@@ -140,8 +169,12 @@ def _measure_all(request: dict[str, Any]) -> dict[str, Any]:
     if request["arm"]["k"] and is_here:
         [laps] = llm.collective_rpc(_time_drafting)
     # Warm-up: what is compiled, captured or allocated on first use, and nothing of a prompt's length.
-    _measure(llm, min(prompts, key=lambda p: len(p.token_ids)), min(16, max_tokens), laps)
-    measurements = [asdict(_measure(llm, prompt, max_tokens, laps)) for prompt in prompts]
+    shortest = min(prompts, key=lambda p: len(p.token_ids))
+    _measure(llm, shortest, min(16, max_tokens), laps, turns.Turns())
+    measurements = []
+    for prompt in prompts:
+        mine.pass_on(within_an_answer=False)
+        measurements.append(asdict(_measure(llm, prompt, max_tokens, laps, mine)))
     on_gpu = torch.cuda.is_available()
     return {
         "measurements": measurements,
@@ -197,29 +230,57 @@ def _time_drafting(worker: Any) -> list[Lap]:
     return laps
 
 
-def _measure(llm: Any, prompt: Prompt, max_tokens: int, laps: list[Lap]) -> Measurement:
+def _measure(
+    llm: Any, prompt: Prompt, max_tokens: int, laps: list[Lap], mine: turns.Turns
+) -> Measurement:
+    """Ask the prompt; others may work after it, and after every few steps of the answer."""
+    import torch
     from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
 
     before = _counters(llm)
     laps.clear()
-    sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    [output] = llm.generate([{"prompt_token_ids": prompt.token_ids}], sampling, use_tqdm=False)
+    sampling = SamplingParams(
+        temperature=0,
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        output_kind=RequestOutputKind.DELTA,
+    )
+    engine = llm.llm_engine
+    started = time.perf_counter()
+    engine.add_request("asked", {"prompt_token_ids": prompt.token_ids}, sampling)
+    generated = 0
+    while not generated and engine.has_unfinished_requests():
+        generated = _tokens(engine.step())
+    ttft = time.perf_counter() - started
+    decoding = 0.0
+    while engine.has_unfinished_requests():
+        mine.pass_on(within_an_answer=True)
+        started = time.perf_counter()
+        for _ in range(STEPS_A_TURN):
+            if engine.has_unfinished_requests():
+                generated += _tokens(engine.step())
+        if mine.are_taken and torch.cuda.is_available():
+            torch.cuda.synchronize()  # what is still under way is of this turn
+        decoding += time.perf_counter() - started
     after = _counters(llm)
-    stats = output.metrics
-    generated = len(output.outputs[0].token_ids)
     drafts = after[0] - before[0]
     # The calls before these ran with chunks of the prompt.
     seconds = [lap() for lap in laps[-drafts:]] if drafts else []
     return Measurement(
         context=prompt.context,
         generated=generated,
-        ttft=stats.first_token_latency,
-        tpot=(stats.last_token_ts - stats.first_token_ts) / max(1, generated - 1),
+        ttft=ttft,
+        tpot=decoding / max(1, generated - 1),
         drafts=drafts,
         accepted=after[1] - before[1],
         accepted_per_position=[a - b for a, b in zip(after[2], before[2], strict=True)],
         draft_phase=statistics.median(seconds) if seconds else 0.0,
     )
+
+
+def _tokens(outputs: Any) -> int:
+    return sum(len(one.token_ids) for output in outputs for one in output.outputs)
 
 
 def _counters(llm: Any) -> tuple[int, int, list[int]]:

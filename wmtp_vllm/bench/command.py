@@ -9,7 +9,7 @@ from typing import Any
 
 from wmtp_vllm import child
 from wmtp_vllm.bench import plots, prompts, report, server, workloads
-from wmtp_vllm.bench.arms import Arm, Prompt, Run, run
+from wmtp_vllm.bench.arms import Arm, Prompt, Run, run, run_in_turns
 from wmtp_vllm.config import METHOD
 from wmtp_vllm.console import add_model_arguments, natural, positive_int, progress
 
@@ -79,6 +79,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=positive_int, help="tokens to generate a prompt (128)")
     parser.add_argument("--rounds", type=positive_int, help="times that every arm is run (3)")
     parser.add_argument(
+        "--in-turns",
+        action="store_true",
+        help="""the engines of the arms that run at all contexts are up at once and answer by turns of
+        some steps: for a machine that others use too. Needs the memory of all of them""",
+    )
+    parser.add_argument(
         "--quick", action="store_true", help="for what is not given, small sizes and one round"
     )
     parser.add_argument("--out", type=Path, default=Path("wmtp-bench"), help="folder for results")
@@ -106,17 +112,29 @@ def main(options: argparse.Namespace) -> int:
         plan = _arms(depths, windows, options.sinks)
         plan = [(arm, is_wide) for arm, is_wide in plan if _kind(arm) in (options.arms or ARMS)]
         results = report.Results()
-        runs = [(number, arm, is_wide) for number in range(rounds) for arm, is_wide in plan]
         settings = {**vars(options), "engine_arguments": arguments, "contexts": contexts}
         settings |= {"depths": depths, "windows": windows}
         settings |= {"rounds": rounds, "max_tokens": max_tokens}
-        bar = progress(runs, lambda run: f"round {run[0] + 1}/{rounds}, {run[1].title}")
-        for _, arm, is_headline in bar:
+        runs = [
+            (number, together, is_headline)
+            for number in range(rounds)
+            for together, is_headline in _at_once(plan, options.in_turns)
+        ]
+        bar = progress(
+            runs, lambda run: f"round {run[0] + 1}/{rounds}, {' | '.join(a.title for a in run[1])}"
+        )
+        for _, together, is_headline in bar:
             asked = wanted if is_headline else [p for p in wanted if p.context == middle]
             try:
-                results.add(arm, run(arm, arguments, asked, max_tokens))
+                if len(together) > 1:
+                    found = run_in_turns(together, arguments, asked, max_tokens)
+                else:
+                    found = [run(together[0], arguments, asked, max_tokens)]
             except child.ChildFailed as failed:
-                sys.exit(f"{failed}\nwmtp bench: {arm.title} failed; its log is above.")
+                titles = ", ".join(arm.title for arm in together)
+                sys.exit(f"{failed}\nwmtp bench: {titles} failed; the log is above.")
+            for arm, one in zip(together, found, strict=True):
+                results.add(arm, one)
             # After each: a failure in the last hour does not cost the hours before it.
             saved = report.save(results, settings, options.out)
     print(f"{report.table(results)}\n\nraw: {saved}")
@@ -144,6 +162,13 @@ def _arms(depths: list[int], windows: list[int], sinks: list[int]) -> list[tuple
         if (window, sink) != (w, s)
     ]
     return [*arms, (Arm(METHOD, k, w, s, "full"), False)]
+
+
+def _at_once(plan: list[tuple[Arm, bool]], in_turns: bool) -> list[tuple[list[Arm], bool]]:
+    """The arms whose engines are up at once: each by itself, but the headline's if they take turns."""
+    headline = [arm for arm, is_headline in plan if is_headline]
+    others = [([arm], False) for arm, is_headline in plan if not is_headline]
+    return [*([(headline, True)] if in_turns else [([arm], True) for arm in headline]), *others]
 
 
 def _kind(arm: Arm) -> str:
