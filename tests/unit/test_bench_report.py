@@ -6,7 +6,7 @@ import pytest
 
 from wmtp_vllm.bench import plots, report
 from wmtp_vllm.bench.arms import Arm, Measurement, Run
-from wmtp_vllm.bench.command import _arms
+from wmtp_vllm.bench.command import _arms, _at_once
 from wmtp_vllm.config import METHOD
 
 pytestmark = pytest.mark.unit
@@ -59,6 +59,31 @@ def test_the_win_is_native_over_windowed_less_one(results):
     assert results.win(native) is None
 
 
+def test_a_round_in_which_the_machine_is_slow_is_slow_for_both_arms():
+    found = report.Results()
+    # Windowed costs 0.8 of native in every round; the machine's speed changes between rounds.
+    for speed in (1.0, 3.0, 1.0, 3.0):
+        found.add(NATIVE, Run([measured(1000, 0.010 * speed, 20, 40)], 0, 0, "CPU"))
+        found.add(WINDOWED, Run([measured(1000, 0.008 * speed, 20, 40)], 0, 0, "CPU"))
+    # In a fifth something slowed one of them down.
+    found.add(NATIVE, Run([measured(1000, 0.010, 20, 40)], 0, 0, "CPU"))
+    found.add(WINDOWED, Run([measured(1000, 0.100, 20, 40)], 0, 0, "CPU"))
+    cell = found.cell(WINDOWED, 1000)
+    assert cell is not None
+    assert found.win(cell) == pytest.approx(1 / 0.8 - 1)
+    # Medians of each arm by itself would say otherwise.
+    native = found.cell(NATIVE, 1000)
+    assert native is not None
+    assert cell.step_cost / native.step_cost > 2
+
+
+def test_arms_of_unequally_many_rounds_are_compared_by_their_medians(results):
+    results.add(WINDOWED, Run([measured(1000, 0.006, 20, 20)], 95, 0, "CPU"))
+    cell = results.cell(WINDOWED, 1000)
+    assert cell is not None
+    assert results.ratio(cell, NATIVE, lambda m: m.tpot) == pytest.approx(0.006 / 0.012)
+
+
 def test_the_table_has_ratios_before_times(results):
     header, *rows = report.table(results).splitlines()
     assert header.index("step / native") < header.index("TPOT", header.index("AL"))
@@ -93,6 +118,14 @@ def test_every_depth_and_window_is_run_and_the_headline_at_all_contexts():
     everywhere = [arm for arm, is_headline in plan if is_headline]
     assert everywhere == [NONE, Arm("mtp", 7), Arm(METHOD, 7, 1024, 64)]
     assert len({arm for arm, _ in plan}) == len(plan) == 7
+
+
+def test_arms_of_all_contexts_take_turns_and_the_others_run_alone():
+    plan = _arms([1, 7], [1024], [64])
+    together, *alone = _at_once(plan, in_turns=True)
+    assert together == ([NONE, Arm("mtp", 7), Arm(METHOD, 7, 1024, 64)], True)
+    assert all(len(arms) == 1 and not is_headline for arms, is_headline in alone)
+    assert [arms for arms, _ in _at_once(plan, in_turns=False)] == [[arm] for arm, _ in plan]
 
 
 def test_arms_that_differ_in_the_sink_alone_keep_lines_of_their_own(results, tmp_path):

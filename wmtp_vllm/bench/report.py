@@ -13,6 +13,10 @@ from typing import Any
 
 from wmtp_vllm.bench.arms import Arm, Measurement, Run
 
+Quantity = Callable[[Measurement], float]
+TO_NATIVE: list[Quantity] = [lambda m: m.step_cost, lambda m: m.draft_phase]
+TO_NONE: list[Quantity] = [lambda m: m.tpot, lambda m: m.ttft]
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -42,13 +46,11 @@ class Results:
         self.runs.setdefault(arm, []).append(run)
 
     def cell(self, arm: Arm, context: int) -> Cell | None:
-        found = [
-            m for run in self.runs.get(arm, []) for m in run.measurements if m.context == context
-        ]
+        found = self._measurements(arm, context)
         if not found:
             return None
 
-        def median(of: Callable[[Measurement], float]) -> float:
+        def median(of: Quantity) -> float:
             return statistics.median(map(of, found))
 
         drafts, accepted = sum(m.drafts for m in found), sum(m.accepted for m in found)
@@ -77,12 +79,32 @@ class Results:
         """Native MTP at the same depth."""
         return Arm("mtp", arm.k)
 
+    def ratio(self, cell: Cell, other: Arm, of: Quantity) -> float | None:
+        """The cell's quantity to another arm's at its context: the median over pairs of one round.
+
+        The machine that makes one round slow makes it slow for both. Where they have not as many
+        measurements, the ratio of the medians. None where the other has none, or does not have it.
+        """
+        mine = [of(m) for m in self._measurements(cell.arm, cell.context)]
+        theirs = [of(m) for m in self._measurements(other, cell.context)]
+        if not theirs or not all(theirs):
+            return None
+        if len(mine) != len(theirs):
+            return statistics.median(mine) / statistics.median(theirs)
+        return statistics.median(a / b for a, b in zip(mine, theirs, strict=True))
+
     def win(self, cell: Cell) -> float | None:
         """The paper's: step cost of native MTP / this one's, less 1."""
-        native = self.cell(self.native_of(cell.arm), cell.context)
-        if native is None or cell.arm.method in ("none", "mtp"):
+        if cell.arm.method in ("none", "mtp"):
             return None
-        return native.step_cost / cell.step_cost - 1
+        ratio = self.ratio(cell, self.native_of(cell.arm), lambda m: m.step_cost)
+        return 1 / ratio - 1 if ratio else None
+
+    def _measurements(self, arm: Arm, context: int) -> list[Measurement]:
+        """In the order of the rounds."""
+        return [
+            m for run in self.runs.get(arm, []) for m in run.measurements if m.context == context
+        ]
 
 
 def table(results: Results) -> str:
@@ -94,20 +116,16 @@ def table(results: Results) -> str:
         ]
     ]
     for cell in sorted(results.cells(), key=lambda c: c.context):
-        native = results.cell(results.native_of(cell.arm), cell.context) if cell.arm.k else None
-        none = results.cell(Arm("none"), cell.context)
+        native, none = results.native_of(cell.arm), Arm("none")
+        ratios = [
+            *(results.ratio(cell, native, of) if cell.arm.k else None for of in TO_NATIVE),
+            *(results.ratio(cell, none, of) for of in TO_NONE),
+        ]
         rows.append(
             [
                 f"{cell.context:,}",
                 cell.arm.title,
-                f"{cell.step_cost / native.step_cost:.2f}" if native else "-",
-                (
-                    f"{cell.draft_phase / native.draft_phase:.2f}"
-                    if native and native.draft_phase
-                    else "-"
-                ),
-                f"{cell.tpot / none.tpot:.2f}" if none else "-",
-                f"{cell.ttft / none.ttft:.2f}" if none else "-",
+                *("-" if ratio is None else f"{ratio:.2f}" for ratio in ratios),
                 f"{cell.acceptance_length:.2f}" if cell.acceptance_length > 1 else "-",
                 f"{1000 * cell.step_cost:.1f} ms",
                 f"{1000 * cell.draft_phase:.1f} ms" if cell.draft_phase else "-",
@@ -133,7 +151,7 @@ def table(results: Results) -> str:
     lines += [
         "",
         "step = TPOT x tokens a step; below 1.00 the arm's is cheaper. AL: tokens a step, as accepted.",
-        f"Medians; times are of {_devices(results)}.",
+        f"Ratios: medians of those of each round. Times: medians, of {_devices(results)}.",
     ]
     return "\n".join(lines)
 
