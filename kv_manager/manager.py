@@ -134,10 +134,13 @@ class RingManager(SingleTypeKVCacheManager):
     ) -> list[int]:
         """Of the blocks from `row_length` to the end of `num_tokens`, those that get one of the pool."""
         unread = self._unread_blocks(request_id)
-        if chunk[0] < self.window.sink_blocks * self.block_size:
-            # The draft runs on all of a chunk that begins in the sink.
-            unread = unread[max(0, ceil_div(chunk[1], self.block_size) - unread.start) :]
         end = ceil_div(num_tokens, self.block_size)
+        sink_end = self.window.sink_blocks * self.block_size
+        if chunk[0] < sink_end:
+            # The draft runs on all of a chunk that begins in the sink. Where this one ends there too,
+            # the next is another such, and what is behind this one's end, for drafts, is of the next.
+            run = end if chunk[1] < sink_end else ceil_div(chunk[1], self.block_size)
+            unread = unread[max(0, run - unread.start) :]
         return [index for index in range(row_length, end) if index not in unread]
 
     def _unread_blocks(self, request_id: str) -> range:

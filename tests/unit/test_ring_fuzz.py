@@ -84,6 +84,7 @@ class Life(RuleBasedStateMachine):
     sizes: ClassVar = SIZES
     change: Change | None = None
     seen: Counter[str]
+    has_failed = False
 
     @initialize(data=st.data())
     def start(self, data):
@@ -166,6 +167,7 @@ class Life(RuleBasedStateMachine):
                 self.simulation.step()
                 self.simulation.check_pools()
             except AssertionError:
+                self.has_failed = True
                 self.seen.setdefault("found at", self.seen["step"])
                 raise
 
@@ -179,8 +181,8 @@ class Life(RuleBasedStateMachine):
             assert held <= window.max_held_blocks(self.k, in_flight, MAX_MODEL_LEN)
 
     def teardown(self):
-        if not hasattr(self, "free"):
-            return
+        if not hasattr(self, "free") or self.has_failed:
+            return  # what would fail now hides why
         while self.alive or self.simulation.pending:
             self.step(40)
         assert self.simulation.free_blocks() == self.free, "blocks are lost"

@@ -170,6 +170,21 @@ def test_any_batch_finishes_and_no_block_is_shared_or_lost(simulate, batch):
 
 
 @both_paces
+@pytest.mark.parametrize("sink", [5, 20])
+@pytest.mark.parametrize("first", range(1, 33))
+def test_a_chunk_that_begins_in_the_sink_is_read_whole_wherever_the_one_before_it_ended(
+    simulate, delayed, first, sink
+):
+    # The first request leaves of the budget what the second's first chunk gets. Of the blocks that this
+    # one's lookahead reaches, those are needed that the rest of the prompt begins in.
+    simulation = simulate(7, 1, sink, max_num_batched_tokens=128, delayed=delayed)
+    for name, length in ("a", 128 - first), ("b", 60):
+        simulation.add(name, simulation.prompt(length), 3)
+    simulation.run()
+    assert simulation.worker.num_reads > 0
+
+
+@both_paces
 def test_requests_wait_or_are_preempted_while_the_ring_pool_is_empty(simulate, delayed):
     k, in_flight = 3, 512 if delayed else 256
     least = 1 + Window(300, 20, 16).max_held_blocks(k, in_flight, 2048)
