@@ -117,7 +117,7 @@ malformed: setup $(SCHEMATHESIS)/bin/st
 parity-table: setup
 	@rm -f .parity.jsonl
 	@WMTP_PARITY=.parity.jsonl $(BIN)/pytest tests/engine/test_parity.py tests/engine/test_serving.py
-	@WMTP_PARITY=.parity.jsonl PYTHONPATH=$(INTERPRETER) $(V2) $(BIN)/pytest tests/engine/test_parity.py
+	@WMTP_PARITY=.parity.jsonl PYTHONPATH=$(INTERPRETER) $(V2) $(BIN)/pytest -m v2 tests/engine/test_parity.py tests/engine/test_serving.py
 	@$(BIN)/python -m tests.support.parity .parity.jsonl docs/support.md
 	@rm .parity.jsonl
 
