@@ -1,12 +1,13 @@
 """What a benchmark says of what it measured: medians, ratios, a table, JSON and plots."""
 
+import argparse
 import json
 
 import pytest
 
 from wmtp_vllm.bench import plots, report
 from wmtp_vllm.bench.arms import Arm, Measurement, Run
-from wmtp_vllm.bench.command import _arms, _at_once
+from wmtp_vllm.bench.command import _arms, _at_once, _measure_server, add_arguments
 from wmtp_vllm.config import METHOD
 
 pytestmark = pytest.mark.unit
@@ -126,6 +127,19 @@ def test_arms_of_all_contexts_take_turns_and_the_others_run_alone():
     assert together == ([NONE, Arm("mtp", 7), Arm(METHOD, 7, 1024, 64)], True)
     assert all(len(arms) == 1 and not is_headline for arms, is_headline in alone)
     assert [arms for arms, _ in _at_once(plan, in_turns=False)] == [[arm] for arm, _ in plan]
+
+
+def test_turns_are_of_no_arm_where_none_is_asked_for_that_runs_at_all_contexts():
+    full_kv = [(Arm(METHOD, 7, 1024, 64, "full"), False)]
+    assert _at_once(full_kv, in_turns=True) == _at_once(full_kv, in_turns=False)
+
+
+def test_turns_are_refused_for_a_server_that_is_measured_as_it_is():
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    options = parser.parse_args(["--base-url", "http://localhost:1/v1", "--in-turns"])
+    with pytest.raises(SystemExit, match="--in-turns is for engines that are started here"):
+        _measure_server(options, rounds=1, max_tokens=8)
 
 
 def test_arms_that_differ_in_the_sink_alone_keep_lines_of_their_own(results, tmp_path):

@@ -167,8 +167,9 @@ def _arms(depths: list[int], windows: list[int], sinks: list[int]) -> list[tuple
 def _at_once(plan: list[tuple[Arm, bool]], in_turns: bool) -> list[tuple[list[Arm], bool]]:
     """The arms whose engines are up at once: each by itself, but the headline's if they take turns."""
     headline = [arm for arm, is_headline in plan if is_headline]
-    others = [([arm], False) for arm, is_headline in plan if not is_headline]
-    return [*([(headline, True)] if in_turns else [([arm], True) for arm in headline]), *others]
+    if not (in_turns and headline):
+        return [([arm], is_headline) for arm, is_headline in plan]
+    return [(headline, True), *(([arm], False) for arm, is_headline in plan if not is_headline)]
 
 
 def _kind(arm: Arm) -> str:
@@ -228,7 +229,7 @@ def _measure_server(options: argparse.Namespace, rounds: int, max_tokens: int) -
     """One arm, what the server does."""
     from openai import OpenAIError
 
-    fixed = ("depths", "windows", "arms", "engine_arguments")
+    fixed = ("depths", "windows", "arms", "engine_arguments", "in_turns")
     if given := [name for name in fixed if getattr(options, name)]:
         sys.exit(
             f"wmtp bench: --base-url measures the server as it is; --{given[0].replace('_', '-')} "
